@@ -82,7 +82,7 @@ class ListedAttention(nn.Module):
         return masks.mix(masks.weights(s, masks.tokens_seen(lists, N, self.unit)), v)
 
     def index(self, q: Tensor, k: Tensor, indexed: Indexed, s: Tensor) -> tuple[Tensor, Tensor]:
-        """An indexer's lists `[B, N, H, slots]` and its loss; `s` are the scores of `q` with `k`."""
+        """An indexer's lists `[B, N, H, slots]`, and its loss; `s` is what `masks.scores` gives."""
         score = indexer.token_scores(*indexed, kv_heads=k.shape[2]).transpose(1, 2)
         return self._list(self._best(score.detach())), kl_of_scores(s, score)
 
