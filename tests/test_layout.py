@@ -186,6 +186,7 @@ KERNELS_OF = {
     ),
     "selection_kernels": ("kernels/tilelang/choice", "kernels/triton/choice"),
     "performance": ("course/kernels/performance",),
+    "after_nsa": ("sparse/indexer",),
 }
 CHAPTERS = [path.stem[3:] for path in NOTEBOOKS if path.stem != "00_start_here"]
 

@@ -24,7 +24,7 @@ class Chapter:
     """One chapter.
 
     Attributes:
-        number: 0 to 18.
+        number: 0 to 19.
         name: of its notebook, its module and its exercises.
         part: index into `PARTS`.
         idea: the one idea, as a phrase.
@@ -81,6 +81,7 @@ CHAPTERS = tuple(
             ("performance", 4, "is it fast, and why"),
             ("capstone", 4, "train it"),
             ("many_gpus", 4, "split the queries, gather the keys"),
+            ("after_nsa", 4, "two dials: what is listed, who chooses"),
         ]
     )
 )

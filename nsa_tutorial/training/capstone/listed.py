@@ -26,7 +26,6 @@ from nsa_tutorial.layer_parts import rotate
 from nsa_tutorial.sparse import indexer
 from nsa_tutorial.sparse.block_selection import choose
 from nsa_tutorial.sparse.indexer import Indexed
-from nsa_tutorial.sparse.selected_attention import query_rows
 from nsa_tutorial.training.capstone import masks
 from nsa_tutorial.training.capstone.settings import Settings
 
@@ -89,11 +88,9 @@ class ListedAttention(nn.Module):
     def _by_operators(self, q: Tensor, k: Tensor, v: Tensor, indexed: Indexed | None) -> Tensor:
         backend, kv_heads = self.settings.backend, k.shape[2]
         if indexed is not None:
-            B, N = q.shape[:2]
-            rows = query_rows(B, N, N, causal=True, cu_seqlens=None, device=q.device)
-            lists = indexer.index_blocks(
-                *indexed, rows, kv_heads=kv_heads, top_n=self.slots, block_size=self.unit,
-                num_initial=0, num_local=1,
+            lists = ops.index_blocks(
+                *indexed, kv_heads=kv_heads, top_n=self.slots, block_size=self.unit,
+                backend=backend,
             )  # fmt: skip
             self.loss = indexer.kl_loss(q, k, *indexed, kv_heads=kv_heads)
         else:

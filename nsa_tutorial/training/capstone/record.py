@@ -56,9 +56,11 @@ NEEDLE = {"length": 2048, "steps": 1000, "width": 128, "head_width": 128, "batch
           "backend": "auto"}  # fmt: skip
 NEEDLES = {"shared": NEEDLE | {"separate_keys": False}, "separate": NEEDLE}
 OF_NEEDLES = {"shared": ("dense", "window", "nsa", "random"), "separate": ("nsa",)}
-# chapter 19: blocks of a list, as the sizes of runs, and the variants of each
-AFTER = {"5": ("dense", "nsa", "moba", "msa", "dsa", "top", "any"),
-         "2": ("moba", "msa", "dsa", "top", "any")}  # fmt: skip
+# chapter 19: a size, how many blocks a list has, and what is trained. "tiny" is for a CPU
+SIZES["tiny"] = {"length": 128, "steps": 300, "block_size": 8, "learning_rate": 5e-3, "warmup": 10}
+_LISTED = ("moba", "msa", "dsa", "top", "any")
+AFTER = {"short-5": ("short", 5, ("dense", "nsa", *_LISTED)), "short-2": ("short", 2, _LISTED),
+         "tiny-3": ("tiny", 3, _LISTED)}  # fmt: skip
 # of PyTorch, the first that can
 DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 SNAPSHOTS = (1, 100, 200, 300, 400, 600, 800, 1000)
@@ -94,8 +96,9 @@ def recall(job: tuple[str, str, int, str, int]) -> dict:
 
 def after(job: tuple[str, str, int, str, int]) -> dict:
     """One run of the recall task: its curve, and far answers and hits as it learns."""
-    blocks, variant, seed, device, steps = job
-    changes = SIZES["short"] | {"top_n": int(blocks), "device": device}
+    name, variant, seed, device, steps = job
+    size, blocks, _ = AFTER[name]
+    changes = SIZES[size] | {"top_n": blocks, "device": device}
     changes |= {"steps": steps} if steps else {}
     run = Run(Settings.of("recall", attention=variant, seed=seed, **changes))
     curve, progress, start = [], [], time.perf_counter()
@@ -106,7 +109,7 @@ def after(job: tuple[str, str, int, str, int]) -> dict:
             found = evaluate.summary(run, 1)
             progress.append([metrics["step"], found["far"], found.get("hits")])
     return {
-        "blocks": int(blocks), "attention": variant, "seed": seed,
+        "blocks": blocks, "attention": variant, "seed": seed,
         "settings": run.settings.as_dict(), "seconds": round(time.perf_counter() - start, 1),
         "curve": curve, "progress": progress, "found": evaluate.summary(run, 8),
     }  # fmt: skip
@@ -190,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--processes", type=int, default=14)
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--steps", type=int, default=0, help="0: those of the task")
-    p.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    p.add_argument("--sizes", nargs="+", choices=[*VARIANTS, *AFTER], help="all by default")
     p.add_argument("--variants", nargs="+", help="of attention; all of the size by default")
     a = p.parse_args(arguments)
     facts = {
@@ -202,12 +205,13 @@ def main(arguments: list[str] | None = None) -> int:
         rows = speed(a.device)
     else:
         one = {"recall": recall, "needle": needle, "after": after}[a.what]
-        of_size = {"recall": VARIANTS, "needle": OF_NEEDLES, "after": AFTER}[a.what]
-        sizes = a.sizes if a.what == "recall" else of_size
+        of_size = {"recall": VARIANTS, "needle": OF_NEEDLES}.get(a.what)
+        of_size = of_size or {name: variants for name, (_, _, variants) in AFTER.items()}
+        by_default = ("short-5", "short-2") if a.what == "after" else of_size
         jobs = [
             (size, variant, seed, a.device, a.steps)
             for seed in range(a.seeds)
-            for size in sizes
+            for size in a.sizes or by_default
             for variant in (a.variants or of_size[size])
         ]
         rows = _all(one, jobs, a.processes)
