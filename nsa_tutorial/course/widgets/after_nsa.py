@@ -174,16 +174,28 @@ def recording() -> dict:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def rows(attention: str, blocks: int = 5) -> list[dict]:
-    """The runs of a variant with lists of so many blocks of 16, or as many tokens, by seed."""
+def budgets() -> list[int]:
+    """Blocks of a list in the recording, the most first."""
+    return sorted({r["blocks"] for r in recording()["rows"]}, reverse=True)
+
+
+def rows(attention: str, blocks: int | None = None) -> list[dict]:
+    """The runs of a variant with lists of so many blocks, or as many tokens, by seed; None is the
+    longest list."""
+    blocks = budgets()[0] if blocks is None else blocks
     found = [r for r in recording()["rows"] if (r["attention"], r["blocks"]) == (attention, blocks)]
     return sorted(found, key=lambda r: r["seed"])
 
 
-def mean(attention: str, what: str, blocks: int = 5) -> float:
+def mean(attention: str, what: str, blocks: int | None = None) -> float:
     """A number that the runs of a variant found at their end, the mean over the seeds."""
     values = [r["found"][what] for r in rows(attention, blocks)]
     return sum(values) / len(values)
+
+
+def block_size() -> int:
+    """Of the recording."""
+    return recording()["rows"][0]["settings"]["block_size"]
 
 
 def told() -> str:
@@ -198,8 +210,8 @@ def told() -> str:
 
 def draw_race() -> Picture:
     """Far answers found, by variant and by the tokens of a list, a dot for each seed."""
-    figure, axes = new_figure(9.2, 3.3, columns=2)
-    for axis, blocks in zip(axes[0], (5, 2), strict=True):
+    figure, axes = new_figure(9.2, 3.3, columns=len(budgets()))
+    for axis, blocks in zip(axes[0], budgets(), strict=True):
         names = [name for name in NAMES if rows(name, blocks)]
         for y, name in enumerate(names):
             values, colour = [r["found"]["far"] for r in rows(name, blocks)], NAMES[name][1]
@@ -211,12 +223,15 @@ def draw_race() -> Picture:
         axis.set_yticks(range(len(names)), [NAMES[n][0] for n in names], fontsize=9)
         axis.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.18), xlabel="far answers found")
         axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
-        axis.set_title(f"{blocks} blocks of 16, or {16 * blocks} tokens", fontsize=10)
+        axis.set_title(
+            f"{blocks} blocks of {block_size()}, or {block_size() * blocks} tokens", fontsize=10
+        )
     shares = [f"{NAMES[n][0]} {mean(n, 'far'):.0%}" for n in ("dsa", "msa", "moba", "any")]
-    return Picture(figure, "Far answers found with 80 tokens: " + ", ".join(shares))
+    tokens = block_size() * budgets()[0]
+    return Picture(figure, f"Far answers found with {tokens} tokens: " + ", ".join(shares))
 
 
-def draw_learning(blocks: int = 5) -> Picture:
+def draw_learning(blocks: int | None = None) -> Picture:
     """Hits of the lists, and far answers found, as the variants learn."""
     figure, axes = new_figure(9.2, 3.1, columns=2)
     for axis, (place, name) in zip(
