@@ -142,7 +142,7 @@ def draw_needle() -> Picture:
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=9, colors=PALETTE["text"])
     colours = [PALETTE["query"] if i == 41 else PALETTE["key"] for i in range(128)]
-    axis.bar(range(128), scores, 0.9, color=colours)
+    axis.bar(range(128), scores.tolist(), 0.9, color=colours)
     for edge in range(16, 128, 16):
         axis.axvline(edge - 0.5, color=PALETTE["faint"], linewidth=0.8, linestyle=":")
     axis.set(ylabel="score", xlim=(-1, 128))
@@ -154,7 +154,7 @@ def draw_needle() -> Picture:
         best = int(values.argmax())
         ranks[name] = int((values > values[2]).sum()) + 1
         colours = [PALETTE["selected" if b == best else "masked"] for b in range(8)]
-        axis.bar(range(8), values, 0.8, color=colours)
+        axis.bar(range(8), values.tolist(), 0.8, color=colours)
         axis.set_title(f"{name}: block {best} is best", fontsize=10)
         axis.set_xticks(range(8))
         axis.axhline(0, color=PALETTE["faint"], linewidth=0.8)

@@ -1,0 +1,189 @@
+"""Chapter 19's exercises, answers as readers write them, what its text says of costs, of masks and
+of the recording, and what its pictures say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nsa_tutorial import ops
+from nsa_tutorial.course import after_costs as costs
+from nsa_tutorial.course.exercises import after_nsa as solutions
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.widgets import after_nsa as pictures
+from nsa_tutorial.course.widgets import capstone
+from nsa_tutorial.sparse import indexer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHAPTER = Path(__file__).parents[2] / "notebooks" / "19_after_nsa.ipynb"
+KNOWN = chapter_exercises("after_nsa")
+INDEX = KNOWN["learned_index"]
+
+
+def text() -> str:
+    cells = nbformat.read(CHAPTER, as_version=4).cells
+    return " ".join(" ".join(c.source.split()) for c in cells if c.cell_type == "markdown")
+
+
+# -- the solution --
+
+
+@pytest.mark.parametrize("case", INDEX.cases, ids=lambda case: case.name)
+def test_the_solution_is_the_operator_and_its_loss(case) -> None:
+    _, _, q, k, q_idx, k_idx, w, top_n, block_size = case.arguments()
+    ids, loss = solutions.learned_index(q, k, q_idx, k_idx, w, top_n, block_size)
+    sizes = {"top_n": top_n, "block_size": block_size, "num_local": 0, "backend": "reference"}
+    assert torch.equal(ids, ops.index_blocks(q_idx[None], k_idx[None], w[None], **sizes)[0, :, 0])
+    given = q[None], k[None, :, None], q_idx[None], k_idx[None], w[None]
+    torch.testing.assert_close(loss, indexer.kl_loss(*given), atol=1e-12, rtol=0)
+
+
+# -- answers as readers write them --
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_each_mistake_is_named_as_itself(name: str) -> None:
+    for mistake in KNOWN[name].misconceptions:
+        assert judge(KNOWN[name], mistake.wrong).misconceptions == (mistake.name,), mistake
+
+
+def lists_alone(q, k, q_idx, k_idx, w, top_n, block_size):
+    return solutions.learned_index(q, k, q_idx, k_idx, w, top_n, block_size)[0]
+
+
+def the_last_query(q, k, q_idx, k_idx, w, top_n, block_size):
+    """Right for the last query, and without whole blocks."""
+    score = (w[..., None] * torch.einsum("njd,md->njm", q_idx, k_idx).relu()).sum(1)
+    return score.sort(dim=-1, descending=True).indices[:, :top_n].sort(-1).values, None
+
+
+def by_kl_div(q, k, q_idx, k_idx, w, top_n, block_size):
+    """In another form: PyTorch's divergence, and a loop over the queries."""
+    ids, _ = solutions.learned_index(q, k, q_idx, k_idx, w, top_n, block_size)
+    losses = []
+    for t in range(len(q)):
+        products = q_idx[t] @ k_idx[: t + 1].T * q_idx.shape[-1] ** -0.5
+        log_p = (w[t] @ products.relu()).log_softmax(-1)
+        s = q[t].detach() @ k[: t + 1].detach().T * q.shape[-1] ** -0.5
+        losses.append(F.kl_div(log_p, s.softmax(-1).mean(0), reduction="sum"))
+    return ids, torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(
+    ("attempt", "held"), [(the_last_query, 2), (lists_alone, 5), (by_kl_div, 8)]
+)
+def test_a_half_done_function_holds_its_stages(attempt, held: int) -> None:
+    assert judge(INDEX, attempt).held == held
+
+
+def test_the_needle_may_be_found_in_other_ways() -> None:
+    def other(block_size):
+        scores = torch.full((2, block_size), -4.0)
+        scores[0, :] = torch.linspace(-3.2, -2.0, block_size)
+        scores[1, -1] = 4.0
+        return scores.flatten()
+
+    assert judge(KNOWN["needle_scores"], other).outcome == "right"
+
+
+# -- what the text says --
+
+
+def test_the_minutes_are_told() -> None:
+    assert f"{sum(e.minutes for e in KNOWN.values())} of them exercises" in text()
+
+
+def test_costs_by_hand() -> None:
+    """Of the last query of 4,096 tokens, as products times two."""
+    N = 4096
+    q = costs.dials(128, "an indexer").query(N)
+    assert q.choosing == 2 * 4 * 128 * N and q.attending == 2 * 64 * 256 * 2048
+    assert (q.read_to_choose, q.read_to_attend) == (2 * 128 * N, 4 * 256 * 2 * 2048)
+    assert (q.rows, q.runs) == (2048, 16)
+    q = costs.dials(64, "mean keys").query(N)
+    assert (q.choosing, q.runs) == (2 * 64 * 128 * N // 64, 32)
+    assert costs.DENSE.query(N).attending == 2 * 64 * 256 * N
+    of = {m.name: m.query(1 << 20) for m in costs.MEMBERS}
+    assert of["DSA"].choosing == 2 * 64 * 128 << 20
+    assert of["DSA"].attending == 2 * 128 * (576 + 512) * 2048
+    assert of["DSA"].read_to_attend == 2048 * 1152
+    assert of["CSA"].rows == 512 + 128 and of["HCA"].rows == (1 << 20) // 128 + 128
+    assert of["NSA"].rows == 16 * 64 + 512 + (1 << 16)
+    assert of["MoBA"].rows == 12 * 4096
+
+
+def test_what_the_text_says_of_costs() -> None:
+    """Each statement that no cell prints."""
+    N = 1 << 20
+    indexed, means = (costs.dials(128, c).query(N) for c in ("an indexer", "mean keys"))
+    dense = costs.DENSE.query(N).attending
+    assert round(dense / (indexed.choosing + indexed.attending)) == 30
+    assert indexed.choosing == 8 * means.choosing
+    own = costs.dials(1, "mean keys").query(N)
+    assert own.choosing == dense // 2
+    half = costs.dials(128, "mean keys").query(N // 2)
+    assert half.choosing == half.attending == 67_108_864
+    assert costs.dials(1, "mean keys").query(N // 2).choosing == 128 * half.choosing
+    assert round(costs.dials(1, "mean keys").query(N // 2).choosing / 1e9, 2) == 8.59
+    assert round(2048 / N, 3) == 0.002
+    assert indexed.read_to_attend == 4 << 20
+
+
+def test_what_the_text_says_of_the_first_picture() -> None:
+    held = {(u, c): pictures.mask(u, c)[1] for u in (16, 1) for c in pictures.CHOOSERS}
+    shares = {where: f"{round(100 * share)} %" for where, share in held.items()}
+    said = f"{shares[16, 'an indexer']} and {shares[1, 'an indexer']} in the first picture"
+    assert said in text()
+    dial_one = held[1, "an indexer"] - held[16, "an indexer"]
+    assert dial_one > 5 * (held[16, "an indexer"] - held[16, "mean keys"]) > 0
+    assert f"it found {round(100 * capstone.far('nsa'))} % in chapter 17" in text()
+
+
+@pytest.mark.parametrize("unit", [16, 1])
+@pytest.mark.parametrize("chooser", pictures.CHOOSERS)
+def test_a_mask_reads_the_past_and_no_more_than_its_budget(unit: int, chooser: str) -> None:
+    seen, share = pictures.mask(unit, chooser)
+    t = torch.arange(len(seen))
+    assert not (seen & (t > t[:, None])).any() and seen.diagonal().all()
+    assert seen.sum(1).max() <= 64 and (seen.sum(1)[64:] > 64 - unit).all()
+    best = pictures._group()[1].sort(1, descending=True).values[pictures.LATER :, :64].sum(1).mean()
+    assert 0.5 < share <= best + 1e-6
+
+
+def test_what_the_text_says_of_the_recording() -> None:
+    """Each statement that no cell prints."""
+    hits = {name: pictures.mean(name, "hits") for name in ("moba", "msa", "dsa", "top", "any")}
+    far = {name: pictures.mean(name, "far") for name in hits}
+    chance = pictures.mean("moba", "chance")
+    assert far["moba"] < far["any"] + 0.15 and hits["moba"] < chance + 0.15
+    assert min(hits["msa"], hits["dsa"], far["msa"], far["dsa"]) > 0.9
+    early = {
+        v: [p[2] for r in pictures.rows(v) for p in r["progress"] if p[0] == 100] for v in hits
+    }
+    assert sum(early["dsa"]) > sum(early["top"])
+
+
+# -- pictures --
+
+
+def test_pictures_say_what_they_show() -> None:
+    assert "hold 54% to 56%" in pictures.draw_dials().finding
+    assert "rank 8 of 8 by its mean, rank 1 by its maximum" in pictures.draw_needle().finding
+    assert "Past 64k tokens" in pictures.draw_costs().finding
+    for draw in (pictures.draw_race, pictures.draw_learning):
+        assert "mean keys" in draw().finding
+    assert "by an indexer 60%" in pictures.draw_live({"msa": [0.2, 0.6]}, 0.2, 24).finding
+
+
+def test_the_panel_moves() -> None:
+    panel = pictures.explore()
+    assert "choosing takes 134 MFLOP, attending 67.1 MFLOP, so 67% is choice" in panel.sentence
+    assert "2,048 keys lie in 2,048 stretches" in panel.set(unit="tokens")
+    assert "so 97% is choice" in panel.set(chooser="mean keys")
+    assert "1M tokens, blocks of 64" in panel.set(unit="blocks of 64", tokens=1 << 20)
