@@ -1,5 +1,5 @@
-"""Exercises of chapter 19: scores of which a mean hides what a maximum finds, and an indexer that
-learns which blocks matter, built from an empty body."""
+"""Exercises of chapter 19: summaries and tokens in one list, scores of which a mean hides what a
+maximum finds, and an indexer that learns which blocks matter, built from an empty body."""
 
 from __future__ import annotations
 
@@ -62,6 +62,58 @@ _NEEDLE = TEXTS.exercise(
     cases=(
         Case("two blocks of 16 tokens", lambda: (16,)),
         Case("two blocks of 32 tokens", lambda: (32,)),
+    ),
+)  # fmt: skip
+
+
+# -- entry_lists --
+
+
+def entry_lists(N: int, length: int, stride: int, window_size: int) -> Tensor:
+    """The keys [N, S] that each query reads in HCA: summaries that have ended, and its window."""
+    t, M_c = torch.arange(N)[:, None], max((N - length) // stride + 1, 0)
+    summary, window = torch.arange(M_c).expand(N, -1), t - torch.arange(window_size)
+    summary = torch.where(summary * stride + length <= t + 1, summary, -1)
+    window = torch.where(window >= 0, M_c + window, -1)
+    return torch.cat([summary, window], 1)
+
+
+def _run_entries(solution: Callable, *sizes: int) -> object:
+    """The keys of each query in order, without empty slots."""
+    ids = solution(*sizes)
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        return ids
+    return [sorted(i for i in row if i != -1) for row in ids.tolist()]
+
+
+_ENTRIES = TEXTS.exercise(
+    "entry_lists", minutes=7, difficulty=2, solution=entry_lists, run=_run_entries,
+    misconceptions=diffs(entry_lists, [
+        ("M_c + window", "window", "tokens that are called by their position",
+         "Summaries stand in front, so token 0 is not key 0. Which key is it?"),
+        ("summary * stride + length <= t + 1", "summary * stride <= t",
+         "a summary that is read once it begins",
+         "A summary holds tokens up to its last one. When is this past (chapter 06)?"),
+        ("length <= t + 1", "length <= t", "a summary that is read too late",
+         "A query sees its own token. If a summary ends with it, what in it is from the future?"),
+        ("torch.where(window >= 0, M_c + window, -1)", "M_c + window",
+         "a window that runs into the summaries",
+         "The first queries have no full window behind them. What lies in front of token 0?"),
+        ("t - torch.arange(window_size)", "t - 1 - torch.arange(window_size)",
+         "a window without the query itself",
+         "A window of 1 is the query's own token (chapter 05). Which tokens has yours?"),
+        ("t - torch.arange(window_size)", "t - torch.arange(window_size + 1)",
+         "a window that is one too long",
+         "How many tokens has a window of 1?"),
+        ("summary = torch.where(summary * stride + length <= t + 1, summary, -1)", "pass",
+         "summaries of the future",
+         "All queries read all summaries. Which of them have ended by query `t`?"),
+    ]),
+    cases=(
+        Case("6 tokens, summaries of 2 every 2, a window of 2", lambda: (6, 2, 2, 2)),
+        Case("9 tokens, summaries of 4 every 2, a window of 3", lambda: (9, 4, 2, 3)),
+        Case("20 tokens, summaries of 5 every 3, a window of 4", lambda: (20, 5, 3, 4)),
+        Case("fewer tokens than a summary has", lambda: (3, 4, 4, 2)),
     ),
 )  # fmt: skip
 
@@ -181,7 +233,7 @@ def _blocks_of_best_tokens(visible: Tensor, top_n: int, block_size: int) -> Tens
 
 
 _INDEX = TEXTS.exercise(
-    "learned_index", minutes=34, difficulty=3, solution=learned_index, run=_run_index,
+    "learned_index", minutes=32, difficulty=3, solution=learned_index, run=_run_index,
     tolerance=1e-9, forbidden=(("nsa_tutorial", "the course's own indexer"),),
     stages=(
         Stage("one head", (
@@ -322,7 +374,7 @@ _INDEX = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_NEEDLE, _INDEX)
+EXERCISES = (_ENTRIES, _NEEDLE, _INDEX)
 
 
 # -- two mistakes at once --
