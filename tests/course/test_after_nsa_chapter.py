@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import after_costs as costs
+from nsa_tutorial.course import indexing_costs as costs
 from nsa_tutorial.course.exercises import after_nsa as solutions
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge

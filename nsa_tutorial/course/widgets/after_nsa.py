@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course import after_costs as costs
 from nsa_tutorial.course import heads
+from nsa_tutorial.course import indexing_costs as costs
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.widgets import Panel, panel
