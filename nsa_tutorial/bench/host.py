@@ -204,7 +204,8 @@ def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
 
         def step(layer: torch.nn.Module = layer, x: Tensor = x, d_o: Tensor = d_o) -> None:
             layer.zero_grad(set_to_none=True)
-            layer(x).backward(d_o)
+            with torch.enable_grad():
+                layer(x).backward(d_o)
 
         yield row(
             step, options, way=f"layer, {way}", direction="both", queries="", tokens=tokens,

@@ -24,25 +24,21 @@ def test_branch_by_branch_is_all_at_once() -> None:
     assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "host.json"
-    given = [
-        "host",
-        "--tokens",
-        "96",
-        "--seconds",
-        "0.001",
-        "--queries",
-        "smooth",
-        "--device",
-        "cpu",
-    ]
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # it takes long
+    given = ["host", "--tokens", "96", "--layer", "48", "--seconds", "0.001", "--device", "cpu"]
+    given += ["--queries", "smooth"]
     bench.main([*given, "--dtype", "float32", "--output", str(path)])
     rows = [host.Row(**row) for row in json.loads(path.read_text())["rows"]]
     ways = {(row.way, row.direction, row.queries) for row in rows}
     assert ways == {
         *((way, d, "smooth") for way in ("branch by branch", "at once") for d in host.DIRECTIONS),
         *(("dense", d, "") for d in host.DIRECTIONS),
+        *((f"layer, {way}", "both", "") for way in ("eager", "compiled")),
     }
     assert all(row.ms > 0 and row.host_ms > 0 and row.kernels is None for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
