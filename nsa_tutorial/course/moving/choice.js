@@ -129,7 +129,7 @@ export function sentence(s, now) {
 
 const STYLE = `
 .nsa-choice .body { display: grid; gap: 4px 26px; grid-template-columns: minmax(0, 1fr); }
-@container (min-width: 760px) {
+@container (min-width: 660px) {
   .nsa-choice .body { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); }
 }
 .nsa-choice .drawn { cursor: ew-resize; touch-action: pan-y; user-select: none; }

@@ -101,8 +101,8 @@ export function sentence({ BS }, { token, head, slot }, step, cost) {
 
 const STYLE = `
 .nsa-list_walk .body { display: grid; gap: 4px 26px; grid-template-columns: minmax(0, 1fr); }
-@container (min-width: 760px) {
-  .nsa-list_walk .body { grid-template-columns: minmax(0, 4fr) minmax(0, 7fr); }
+@container (min-width: 660px) {
+  .nsa-list_walk .body { grid-template-columns: minmax(0, 5fr) minmax(0, 7fr); }
 }
 .nsa-list_walk .drawn { touch-action: pan-y; user-select: none; cursor: pointer; }
 .nsa-list_walk .drawn { position: relative; }
@@ -312,7 +312,7 @@ function render({ model, el }) {
   function draw() {
     steps = walk(given, s.token, s.head);
     cost = bytes(given, steps, s.slot, s.token);
-    text.innerHTML = drawnText(given, s, steps, cost, Math.max(text.clientWidth, 300), palette);
+    text.innerHTML = drawnText(given, s, steps, cost, Math.max(text.clientWidth, 240), palette);
     drawHeld(Math.max(held.clientWidth, 300));
     said.textContent = sentence(given, s, steps[s.slot], cost);
     speech.say(said.textContent);

@@ -88,8 +88,8 @@ export function sentence(s, { readings, step, now, dense, skipped }) {
 
 const STYLE = `
 .nsa-tiles .body { display: grid; gap: 4px 26px; grid-template-columns: minmax(0, 1fr); }
-@container (min-width: 700px) {
-  .nsa-tiles .body { grid-template-columns: minmax(0, 6fr) minmax(0, 5fr); }
+@container (min-width: 660px) {
+  .nsa-tiles .body { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); }
 }
 .nsa-tiles .drawn { cursor: crosshair; touch-action: pan-y; user-select: none; }
 .nsa-tiles .body svg { height: auto; }
