@@ -131,7 +131,7 @@ def compressed_attention(
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, block_counts: Tensor | None,
     cu_seqlens: Tensor | None, num_keys: int, top_n: int, block_size: int, length: int,
-    stride: int, num_initial: int, num_local: int, scale: float, backend: str,
+    stride: int, num_initial: int, num_local: int, scale: float, backend: str, pool: str = "sum",
 ) -> Tensor:  # fmt: skip
     """`ops.select_blocks`: int32 `[B, N, H, top_n]`."""
     function = backends.load(BACKENDS, "select_blocks", backend, q)
@@ -145,15 +145,16 @@ def select_blocks(
     if block_counts is not None:
         block_counts = block_counts.clamp(0, slots).to(torch.int32).contiguous()
     ids = function(
-        q, k_cmp, lse, rows, summaries, M=num_keys, **sizes, scale=scale, block_counts=block_counts
-    )
+        q, k_cmp, lse, rows, summaries, M=num_keys, **sizes, scale=scale,
+        block_counts=block_counts, pool=pool,
+    )  # fmt: skip
     return ids if slots == top_n else F.pad(ids, (0, top_n - slots), value=-1)
 
 
 @select_blocks.register_fake
 def _(
     q, k_cmp, lse, block_counts, cu_seqlens, num_keys, top_n, block_size, length, stride,
-    num_initial, num_local, scale, backend,
+    num_initial, num_local, scale, backend, pool="sum",
 ):  # fmt: skip
     return q.new_empty(*q.shape[:2], k_cmp.shape[2], top_n, dtype=torch.int32)
 

@@ -29,6 +29,7 @@ from nsa_tutorial.ops_decoding import decode_attention as decode_attention
 from nsa_tutorial.ops_indexing import index_blocks as index_blocks
 from nsa_tutorial.runtime import checks, packed
 from nsa_tutorial.runtime.transforms import check_no_tangent, is_transformed
+from nsa_tutorial.sparse.block_selection import POOLS
 from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
 from nsa_tutorial.sparse.selected_attention import block_list, query_rows
 
@@ -342,6 +343,7 @@ def select_blocks(
     scale: float | None = None,
     num_keys: int | None = None,
     block_counts: Tensor | int | None = None,
+    pool: str = "sum",
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -359,12 +361,16 @@ def select_blocks(
             own included, are always taken.
         block_counts: an int or `[B, N, H]`, how many blocks each row keeps of those that are
             chosen, the forced ones first, then the most important ones; None keeps all.
+        pool: `"sum"` adds up the attention to a block's summaries (Eq. 9), `"max"` takes the most
+            that one of them gets, as MSA does with tokens (`length` and `stride` of 1; arXiv
+            2606.13392). A mean hides a needle in a block of hay, and a maximum finds it.
 
     Returns:
         `[B, N, H, top_n]` int32, one list for all query heads of a group: distinct ids, ascending,
         none in the query's future, -1 where there are fewer. The importance of a block is the
         softmax mass of every visible summary, times the pieces of `stride` tokens that it has in
-        the block; ties go to the lower id. There is no gradient.
+        the block, added up; or the largest mass, summed over the group, of a summary that has
+        tokens in it. Ties go to the lower id. There is no gradient.
     """
     q, k_cmp = _autocast(q, k_cmp)
     M = _check_summaries(q, k_cmp, k_cmp, num_keys, length, stride, cu_seqlens)
@@ -372,6 +378,7 @@ def select_blocks(
     checks.check_positive_int("block_size", block_size)
     checks.check_positive_int("num_initial", num_initial, least=0)
     checks.check_positive_int("num_local", num_local, least=0)
+    checks.check_one_of("pool", pool, POOLS)
     if num_initial + num_local > top_n:
         raise ValueError(
             f"top_n: got {top_n}, expected at least num_initial + num_local = "
@@ -386,7 +393,7 @@ def select_blocks(
     backend, scale = _check_rest(backend, q, scale, False)
     check_no_tangent("select_blocks", q=q, k_cmp=k_cmp, lse=lse)
     scores = (q.detach(), k_cmp.detach(), None if lse is None else lse.detach().to(wide))
-    options = (M, top_n, block_size, length, stride, num_initial, num_local, scale, backend)
+    options = (M, top_n, block_size, length, stride, num_initial, num_local, scale, backend, pool)
     return library.select_blocks(*scores, block_counts, cu_seqlens, *options)
 
 

@@ -103,7 +103,7 @@ OPERATORS = {
         ops.select_blocks,
         {
             "q": Q, "k_cmp": K_CMP, **SIZES, **SHARED, "num_keys": N, "lse": None, "top_n": 3,
-            "block_size": 4, "block_counts": None, "num_initial": 1, "num_local": 2,
+            "block_size": 4, "block_counts": None, "num_initial": 1, "num_local": 2, "pool": "sum",
         },
         {"k": "k_cmp"},
     ),
@@ -192,6 +192,7 @@ CASES |= {
     "M: less than N": ("M", {"M": N - 1}),
     "num_keys: less than N": ("num_keys", {"num_keys": N - 1}),
     "kind: unknown": ("kind", {"kind": "max"}),
+    "pool: unknown": ("pool", {"pool": "mean"}),
     "kind: array": ("kind", {"kind": np.zeros(3)}),
     "block_counts: negative": ("block_counts", {"block_counts": -1}),
     "block_counts: floats": ("block_counts", {"block_counts": torch.ones(1, N, H)}),

@@ -24,6 +24,8 @@ from torch import Tensor
 from nsa_tutorial.sparse import query_tiles
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
+POOLS = ("sum", "max")  # how a block is worth what its summaries are
+
 
 class Overlap(NamedTuple):
     """Which summaries lie in which block: summary `first[b] + i` counts `weights[b, i]` times for

@@ -127,7 +127,7 @@ def pick_of(numbers: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("top_n", "num_initial", "num_local"), numbers, strict=True))
 
 
-def exact_scores(shape: Shape, q: Tensor, k_cmp: Tensor) -> Tensor:
+def exact_scores(shape: Shape, q: Tensor, k_cmp: Tensor, pool: str = "sum") -> Tensor:
     """What each block is worth to each row, `[B, N, H, NB]` in fp64."""
     cu_seqlens = options_of(shape, q.device.type)["cu_seqlens"]
     where = {"cu_seqlens": cu_seqlens, "device": q.device}
@@ -137,7 +137,8 @@ def exact_scores(shape: Shape, q: Tensor, k_cmp: Tensor) -> Tensor:
     num_blocks = -(-shape.M // shape.BS)
     overlap = overlap_weights(shape.length, shape.stride, shape.BS, num_blocks, q.device)
     scale = shape.D**-0.5
-    return importance(q.double(), k_cmp.double(), rows, overlap=overlap, scale=scale)
+    options = {"overlap": overlap, "scale": scale, "pool": pool}
+    return importance(q.double(), k_cmp.double(), rows, **options)
 
 
 def taken(ids: Tensor, num_blocks: int) -> Tensor:
@@ -207,6 +208,39 @@ def test_without_a_log_sum_exp(backend: str, device: str) -> None:
         ids = ops.select_blocks(q, k_cmp, **options, backend=backend)
         right = ops.select_blocks(q.double(), k_cmp.double(), **options)
         assert_same_choice(ids, right, exact_scores(shape, q, k_cmp))
+
+
+POOLED = {
+    name: SHAPES[name]
+    for name in (
+        "nothing divides anything",
+        "stride longer than length",
+        "blocks of one token",
+        "packed, whole strides",
+        "16 strides a block",
+    )
+} | {"tokens": Shape(N=20, M=40, length=1, stride=1, BS=8)}
+
+
+@product(
+    "shape", POOLED, BACKENDS, {torch.float32: ["tokens", "packed, whole strides"]},
+    dtypes=[torch.float32], slow={"tilelang": []},
+)  # fmt: skip
+def test_the_choice_by_maxima(shape: Shape, dtype: torch.dtype, backend: str, device: str) -> None:
+    """Of what the reference says in fp64, which is a maximum over the summaries of a block."""
+    skip_unless_runs(backend, device, dtype)
+    q, k_cmp = inputs_of(shape, dtype, device)
+    options = options_of(shape, device) | {"top_n": 4, "block_size": shape.BS, "pool": "max"}
+    ids = ops.select_blocks(q, k_cmp, **options, backend=backend)
+    right = ops.select_blocks(q.double(), k_cmp.double(), **options)
+    assert_same_choice(ids, right, exact_scores(shape, q, k_cmp, "max"))
+    if shape.stride == shape.length == 1 and shape.cu is None:  # by hand
+        position = torch.arange(shape.M - shape.N, shape.M, device=device)
+        is_seen = torch.arange(shape.M, device=device) <= position[:, None]
+        s = torch.einsum("bnhgd,bmhd->bhgnm", q.unflatten(2, (shape.H, shape.G)), k_cmp)
+        p = (s * shape.D**-0.5).masked_fill(~is_seen, -torch.inf).softmax(-1).sum(2)
+        best = p.unflatten(-1, (-1, shape.BS)).amax(-1).transpose(1, 2)
+        torch.testing.assert_close(exact_scores(shape, q, k_cmp, "max").float(), best)
 
 
 COUNTED = {

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from nsa_tutorial.sparse.compression import num_summaries
 
 TILE = 128  # queries: chunks begin at a multiple of it
@@ -53,6 +56,33 @@ def cells_of(M: int, *, length: int, stride: int, block_size: int, is_apart: boo
     shares = (size + pieces - 2) // size + 1
     per_row = max(1, -(-num_summaries(M, length, stride) // size))
     return Cells(size, pieces, shares, per_row, overlapping, num_blocks)
+
+
+def best_of_blocks(
+    scores: Tensor, num_visible: Tensor, *, length: int, stride: int, block_size: int,
+    num_blocks: int,
+) -> Tensor:  # fmt: skip
+    """The largest score among the summaries that share tokens with a block, in cells of a block.
+
+    Args:
+        scores: `[rows, H, NC]`, a cell for each summary.
+        num_visible: `[rows]`, how many summaries a row sees, from its sequence's first on.
+        length, stride, block_size, num_blocks: in tokens, and blocks of the longest sequence.
+
+    Returns:
+        `[rows, H, num_blocks]`: 0 where nothing is seen, and for NaN.
+    """
+    start = torch.arange(num_blocks, device=scores.device) * block_size
+    first = (start - length) // stride + 1  # the first summary that ends in or after a block
+    best = scores.new_zeros(*scores.shape[:2], num_blocks)
+    for i in range(-(-(block_size + length - 1) // stride)):
+        summary = first + i  # [num_blocks]
+        begins = summary * stride
+        shares = torch.minimum(begins + length, start + block_size) > torch.maximum(begins, start)
+        exists = shares & (summary >= 0) & (summary < num_visible[:, None])  # [rows, num_blocks]
+        column = torch.where(exists, summary, 0)[:, None].expand_as(best)
+        best = torch.fmax(best, scores.gather(-1, column).masked_fill(~exists[:, None], 0))
+    return best
 
 
 def power_of_two(n: int) -> int:

@@ -26,17 +26,21 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, rows: QueryRows, summaries: QueryRows, *,
     M: int, top_n: int, block_size: int, length: int, stride: int, num_initial: int, num_local: int,
-    scale: float, block_counts: Tensor | None = None,
+    scale: float, block_counts: Tensor | None = None, pool: str = "sum",
 ) -> Tensor:  # fmt: skip
-    """The blocks of each query: `block_selection.select_blocks`, a chunk of queries at a time."""
+    """The blocks of each query: `block_selection.select_blocks`, a chunk of queries at a time.
+    Without sums, every summary is a cell, and PyTorch takes the largest of a block."""
     (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
     R, M_c, device = B * N, k_cmp.shape[1], kind_of(q.device)
     if lse is None:
         _, lse = compressed_forward(q, k_cmp, k_cmp, summaries, scale=scale)
     cut = cells.cells_of(
         M, length=length, stride=stride, block_size=block_size,
-        is_apart=rows.num_sequences == 1 or (rows.num_sequences == B and N % cells.TILE == 0),
+        is_apart=pool == "sum"
+        and (rows.num_sequences == 1 or (rows.num_sequences == B and N % cells.TILE == 0)),
     )  # fmt: skip
+    sizes = {"length": length, "stride": stride, "block_size": block_size}
+    of_cells = (cut.size, cut.shares, cut.overlapping) if pool == "sum" else (block_size, 1, 1)
     rows_of_a_chunk = cells.rows_of_a_chunk(cut, R, H)
     shape = (cut.shares, rows_of_a_chunk, H, cut.per_row)
     scores = q.new_empty(shape, dtype=torch.float32)
@@ -53,8 +57,8 @@ def select_blocks(
     num_sequences = 1 if N % options["BQ"] == 0 else min(B, (options["BQ"] - 2) // N + 2)
     num_steps = max(1, -(-num_sequences * M_c // options["BT"]))
     pick = compiled(
-        build_pick, device, H, block_size, cut.size, cut.shares, cut.overlapping,
-        cut.num_blocks, has_counts=has_counts, threads=pick_threads(cut.num_blocks),
+        build_pick, device, H, block_size, *of_cells, cut.num_blocks, has_counts=has_counts,
+        threads=pick_threads(cut.num_blocks),
     )  # fmt: skip
     for first_row in range(0, R, rows_of_a_chunk):
         num_rows = min(rows_of_a_chunk, R - first_row)
@@ -62,8 +66,16 @@ def select_blocks(
             q, k_cmp, lse, summaries.first_key, summaries.num_visible, scores, scale * LOG2_E,
             first_row, num_rows, num_steps,
         )  # fmt: skip
+        found, seen, windows = scores, summaries, (length, stride)
+        if pool == "max":
+            num_visible = summaries.num_visible[first_row : first_row + num_rows]
+            num_blocks = -(-M // block_size)
+            best = cells.best_of_blocks(
+                scores[0, :num_rows], num_visible, **sizes, num_blocks=num_blocks
+            )
+            found, seen, windows = best[None], rows, (1, 1)
         pick(
-            scores, summaries.num_visible, rows.position, counts, ids.view(R, H, top_n), first_row,
-            num_rows, num_initial, num_local, length, stride,
+            found, seen.num_visible, rows.position, counts, ids.view(R, H, top_n), first_row,
+            num_rows, num_initial, num_local, *windows,
         )  # fmt: skip
     return ids

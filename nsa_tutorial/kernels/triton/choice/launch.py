@@ -20,9 +20,10 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, rows: QueryRows, summaries: QueryRows, *,
     M: int, top_n: int, block_size: int, length: int, stride: int, num_initial: int, num_local: int,
-    scale: float, block_counts: Tensor | None = None,
+    scale: float, block_counts: Tensor | None = None, pool: str = "sum",
 ) -> Tensor:  # fmt: skip
-    """The blocks of each query: `block_selection.select_blocks`, a chunk of queries at a time."""
+    """The blocks of each query: `block_selection.select_blocks`, a chunk of queries at a time.
+    Without sums, every summary is a cell, and PyTorch takes the largest of a block."""
     (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
     R = B * N
     if lse is None:
@@ -30,8 +31,10 @@ def select_blocks(
     q, k_cmp, lse = q.contiguous(), k_cmp.contiguous(), lse.contiguous()
     cut = cells.cells_of(
         M, length=length, stride=stride, block_size=block_size,
-        is_apart=rows.num_sequences == 1 or (rows.num_sequences == B and N % cells.TILE == 0),
+        is_apart=pool == "sum"
+        and (rows.num_sequences == 1 or (rows.num_sequences == B and N % cells.TILE == 0)),
     )  # fmt: skip
+    sizes = {"length": length, "stride": stride, "block_size": block_size}
     options = score_options(D, q.element_size(), shared_memory(q.device))
     ids = q.new_empty(B, N, H, top_n, dtype=torch.int32)
     if block_counts is not None:
@@ -50,10 +53,19 @@ def select_blocks(
             last_row, first_row, H, cut.per_row, G=HQ // H, D=D, C=cut.size,
             SHARES=cut.shares, PIECES=cut.pieces, DT=tile_sizes(1, D, D)["DT"], **options,
         )  # fmt: skip
+        found, seen, per_row, windows = scores, summaries, cut.per_row, (length, stride)
+        of_cells = {"C": cut.size, "SHARES": cut.shares, "K": cut.overlapping}
+        if pool == "max":
+            found = cells.best_of_blocks(
+                scores[: num_rows * H * per_row].view(num_rows, H, per_row),
+                summaries.num_visible[first_row:last_row], **sizes, num_blocks=-(-M // block_size),
+            )  # fmt: skip
+            seen, per_row, windows = rows, found.shape[2], (1, 1)
+            of_cells = {"C": block_size, "SHARES": 1, "K": 1}
         pick_kernel[(cdiv(num_rows * H, pick["BR"]),)](
-            scores, summaries.num_visible, rows.position, block_counts, ids, num_rows, first_row,
-            H, cut.per_row, top_n, num_initial, num_local, length, stride, BS=block_size,
-            C=cut.size, SHARES=cut.shares, K=cut.overlapping, NB=num_blocks,
-            HAS_COUNTS=block_counts is not None, NT=next_power_of_2(top_n), **pick,
+            found, seen.num_visible, rows.position, block_counts, ids, num_rows, first_row,
+            H, per_row, top_n, num_initial, num_local, *windows, BS=block_size, **of_cells,
+            NB=num_blocks, HAS_COUNTS=block_counts is not None, NT=next_power_of_2(top_n),
+            **pick,
         )  # fmt: skip
     return ids
