@@ -4,7 +4,6 @@ of queries at a time."""
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_tutorial.kernels.tables import tiles
@@ -12,6 +11,7 @@ from nsa_tutorial.kernels.triton.choice.index import index_kernel
 from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
 from nsa_tutorial.kernels.triton.choice.pick_many import pick_many_kernel
 from nsa_tutorial.kernels.triton.launch_options import FP32_TILES, pick_options, tile_sizes
+from nsa_tutorial.runtime.rounding import cdiv, next_power_of_2
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits, shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -51,7 +51,7 @@ def index_blocks(
             rows.position[chunk], skip=M - N, BQ=options["BQ"], num_sequences=rows.num_sequences
         )
         num_tiles = len(starts) - 1
-        index_kernel[(triton.cdiv(M, part) * num_tiles * H,)](
+        index_kernel[(cdiv(M, part) * num_tiles * H,)](
             q_idx, k_idx, w, rows.first_key, rows.num_visible, starts, scores, first_row, H,
             cut.per_row, num_tiles, J=HI // H, DI=DI, BS=block_size, HAS_W=w is not q_idx,
             PART=part, DT=tile_sizes(1, DI, DI)["DT"], **options,
@@ -70,7 +70,7 @@ def pick_blocks(
     top_n]`, from row `first_row` on."""
     H, top_n = ids.shape[2:]
     sizes = (first_row, H, per_row, top_n, num_initial, num_local)
-    num_blocks = triton.next_power_of_2(per_row)
+    num_blocks = next_power_of_2(per_row)
     if num_blocks > tiles.MOST_BLOCKS or top_n > tiles.MOST_SLOTS:
         BN = min(4096, max(256, num_blocks))
         pick_many_kernel[(num_rows * H,)](
@@ -78,8 +78,8 @@ def pick_blocks(
         )
         return
     pick = pick_options(num_blocks)
-    pick_kernel[(triton.cdiv(num_rows * H, pick["BR"]),)](
+    pick_kernel[(cdiv(num_rows * H, pick["BR"]),)](
         scores, rows.num_visible, rows.position, None, ids, num_rows, *sizes, 1, 1, BS=block_size,
         C=block_size, SHARES=1, K=1, NB=num_blocks, HAS_COUNTS=False,
-        NT=triton.next_power_of_2(top_n), **pick,
+        NT=next_power_of_2(top_n), **pick,
     )  # fmt: skip

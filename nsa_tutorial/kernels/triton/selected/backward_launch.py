@@ -110,7 +110,7 @@ def gradient_of_queries(
     `unions`, only those of rejected tiles."""
     c, sizes, tiles = call, call.block_sizes, call.tiles
     if gathers(c.block_size):
-        tokens_backward.gradient_of_queries(call, d_q, d_slot_scale)
+        tokens_backward.queries_alone(call, d_q, d_slot_scale)
         return
     R, H, S = c.ids.shape
     options = dq_options(**sizes, **c.memory)

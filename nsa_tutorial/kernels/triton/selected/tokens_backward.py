@@ -123,7 +123,7 @@ def adds_by_atomics(q: Tensor) -> bool:
     return q.element_size() == 2 and not torch.are_deterministic_algorithms_enabled()
 
 
-def gradient_of_queries(call: ListsCall, d_q: Tensor, d_slot_scale: Tensor | None) -> None:
+def queries_alone(call: ListsCall, d_q: Tensor, d_slot_scale: Tensor | None) -> None:
     """Write the gradients of the queries, and of the slots' factors."""
     _launch(call, d_q, d_slot_scale)
 
