@@ -122,7 +122,7 @@ def statement(exercise: Exercise, chapter: str, *, is_here: bool = False) -> str
     unless they are on the same page."""
     stars = "★" * exercise.difficulty + "☆" * (3 - exercise.difficulty)
     folds = "\n\n".join(fold(f"Hint {i}", hint) for i, hint in enumerate(exercise.hints, 1))
-    more = f"[Stages, solution and mistakes](exercises_{chapter}.md#{exercise.name})"
+    more = f"[Stages, solution and mistakes](exercises_{chapter}.html#{exercise.name})"
     head = "" if is_here else f"**Exercise: `{exercise.name}`** · "
     return (
         f"{head}{exercise.minutes} minutes · {stars}\n\n"

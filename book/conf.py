@@ -15,6 +15,7 @@ project_copyright = ""
 extensions = ["myst_nb", "sphinx-mathjax-offline", "book.glossary"]
 
 nb_execution_mode = "off"
+nb_render_markdown_format = "gfm"  # statements of exercises have tables
 nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Fold the code"
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "attrs_inline"]

@@ -3,12 +3,14 @@ reader does there: search, switch the theme, open a fold, look a term up, print.
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -98,6 +100,38 @@ def test_pages_are_small_and_fetch_nothing(site: Path) -> None:
         text = path.read_text(encoding="utf-8")
         assert not fetched.search(text), f"{path.name}: {fetched.search(text)[0]}"
         assert len(text.encode()) < MIB, f"{path.name} has {len(text.encode())} bytes"
+
+
+def test_tables_of_exercises_are_tables(site: Path) -> None:
+    raw = [path.name for path in site.glob("*.html") if re.search(r"\|[—-]+\|", path.read_text())]
+    assert not raw
+
+
+def test_links_within_the_book_lead_somewhere(site: Path) -> None:
+    pages = {path.name: path.read_text(encoding="utf-8") for path in site.glob("*.html")}
+    places = {name: set(re.findall(r'\bid="([^"]+)"', text)) for name, text in pages.items()}
+    lost = set()
+    for name, text in pages.items():
+        for link in re.findall(r'<a [^>]*href="(?!\w+:|#|//)([^"]+)"', text):
+            to, _, anchor = html.unescape(link).partition("#")
+            there = to in pages and (not anchor or unquote(anchor) in places[to])
+            if not there and not (to not in pages and (site / to).is_file()):
+                lost.add(f"{name}: {link}")
+    assert not lost, "\n".join(sorted(lost))
+
+
+def test_paper(site: Path, browser) -> None:
+    """It has what folds hold, the picture of a figure that moves, with its sentence, and none of
+    its controls."""
+    page = Reader(browser, site).open("13_backward_kernels")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    folded = page.locator("details.hide > :not(summary)").first
+    style = folded.evaluate("e => getComputedStyle(e).opacity + getComputedStyle(e).animationName")
+    assert style == "1none"
+    figure = page.locator("#nsa-inverse")
+    assert figure.locator("svg").is_visible() and figure.locator(".said").is_visible()
+    assert not figure.locator(":is(input, select, button):visible").count()
 
 
 def test_search_finds_a_word(site: Path, browser) -> None:
