@@ -226,9 +226,13 @@ def draw_race() -> Picture:
         axis.set_title(
             f"{blocks} blocks of {block_size()}, or {block_size() * blocks} tokens", fontsize=10
         )
-    shares = [f"{NAMES[n][0]} {mean(n, 'far'):.0%}" for n in ("dsa", "msa", "moba", "any")]
     tokens = block_size() * budgets()[0]
-    return Picture(figure, f"Far answers found with {tokens} tokens: " + ", ".join(shares))
+    blocks, single, means = (f"{mean(name, 'far'):.0%}" for name in ("msa", "dsa", "moba"))
+    return Picture(
+        figure,
+        f"Far answers found with {tokens} tokens: an indexer's blocks {blocks}, its tokens "
+        f"{single}, blocks by mean keys {means}",
+    )
 
 
 def draw_learning(blocks: int | None = None) -> Picture:
@@ -247,7 +251,7 @@ def draw_learning(blocks: int | None = None) -> Picture:
             axis.plot(step, values.mean(0), color=PALETTE[colour], linewidth=1.9, label=label)
         axis.set(xlabel="step", ylim=(-0.03, 1.05), title=name)
         axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
-    axes[0, 0].legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, 0.98))
+    axes[0, 1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.02, 0.5))
     last = [np.mean([r["progress"][-1][2] for r in rows(v, blocks)]) for v in ("msa", "moba")]
     return Picture(
         figure,
@@ -348,7 +352,7 @@ def draw_position(
     unit: str = "blocks of 128", chooser: str = "an indexer", tokens: int = 1 << 17
 ) -> Picture:
     """One position of the dials: a mask of the real group, operations and bytes."""
-    sheet, size = Sheet(9.0, 3.0), UNITS[unit]
+    sheet, size = Sheet(8.5, 3.0), UNITS[unit]
     small = {128: 32, 64: 16, 1: 1}[size]  # of the 512 tokens of the real text
     place = Place(0.55, 0.62, 3.4, 1.7)
     sheet.image(place, _image(small, chooser))
@@ -363,7 +367,7 @@ def draw_position(
          dense.read_to_attend / 2**20, lambda x: f"{x:.3g}"),
     )  # fmt: skip
     for i, (title, choosing, attending, whole, said) in enumerate(bars):
-        chart = sheet.chart(Place(5.35, 0.62 + 1.2 * i, 2.4, 0.72), (0, 8), (-0.5, 2.5))
+        chart = sheet.chart(Place(5.05, 0.62 + 1.2 * i, 2.2, 0.72), (0, 8), (-0.5, 2.5))
         chart.title(title)
         names = (("choosing", choosing, "compressed"), ("attending", attending, "selected"),
                  ("dense", whole, "key"))  # fmt: skip
@@ -374,7 +378,7 @@ def draw_position(
             chart.boxes([(0, 2 - y - 0.36, length, 0.72)], colour)
             chart.words([(0, 2 - y, f"{name} ")], size=8.5, ha="right")
             chart.words([(length, 2 - y, f" {said(value)}")], size=8.5, ha="left")
-    sheet.words([(6.55, 2.9, "lengths of bars are logarithms")], size=8.5, colour="faint")
+    sheet.words([(6.15, 2.9, "lengths of bars are logarithms")], size=8.5, colour="faint")
     return Picture(sheet.figure, f"{unit} by {chooser}, {length_name(tokens)} tokens")
 
 
