@@ -16,7 +16,6 @@ from nsa_tutorial.course.exercises import after_nsa as solutions
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.widgets import after_nsa as pictures
-from nsa_tutorial.course.widgets import capstone
 from nsa_tutorial.sparse import indexer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,7 +141,6 @@ def test_what_the_text_says_of_the_first_picture() -> None:
     assert said in text()
     dial_one = held[1, "an indexer"] - held[16, "an indexer"]
     assert dial_one > 5 * (held[16, "an indexer"] - held[16, "mean keys"]) > 0
-    assert f"it found {round(100 * capstone.far('nsa'))} % in chapter 17" in text()
 
 
 @pytest.mark.parametrize("unit", [16, 1])
@@ -158,15 +156,19 @@ def test_a_mask_reads_the_past_and_no_more_than_its_budget(unit: int, chooser: s
 
 def test_what_the_text_says_of_the_recording() -> None:
     """Each statement that no cell prints."""
-    hits = {name: pictures.mean(name, "hits") for name in ("moba", "msa", "dsa", "top", "any")}
-    far = {name: pictures.mean(name, "far") for name in hits}
-    chance = pictures.mean("moba", "chance")
-    assert far["moba"] < far["any"] + 0.15 and hits["moba"] < chance + 0.15
-    assert min(hits["msa"], hits["dsa"], far["msa"], far["dsa"]) > 0.9
-    early = {
-        v: [p[2] for r in pictures.rows(v) for p in r["progress"] if p[0] == 100] for v in hits
+    most, least = pictures.budgets()
+    assert (most * pictures.block_size(), least * pictures.block_size()) == (80, 32)
+    found = {
+        (name, blocks): f"{round(100 * pictures.mean(name, 'far', blocks))} %"
+        for blocks in (most, least)
+        for name in ("moba", "msa", "dsa", "top", "any")
     }
-    assert sum(early["dsa"]) > sum(early["top"])
+    assert {found[n, b] for n in ("msa", "dsa", "top") for b in (most, least)} == {"100 %"}
+    assert pictures.mean("dense", "far") > 0.995
+    means, chance = found["moba", most], found["any", most]
+    assert f"find {means} with 80 tokens, where chance finds {chance}" in text()
+    assert f"and {found['moba', least]} with 32" in text()
+    assert f"it finds {round(100 * pictures.mean('nsa', 'far'))} % here" in text()
 
 
 # -- pictures --
