@@ -28,6 +28,7 @@ from nsa_tutorial.library_backward import call
 from nsa_tutorial.ops_decoding import decode_attention as decode_attention
 from nsa_tutorial.ops_indexing import index_blocks as index_blocks
 from nsa_tutorial.runtime import checks, packed
+from nsa_tutorial.runtime.devices import autocast
 from nsa_tutorial.runtime.transforms import check_no_tangent, is_transformed
 from nsa_tutorial.sparse.block_selection import POOLS
 from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
@@ -100,7 +101,7 @@ def selected_attention(
         BackendUnavailable: one sentence, where the backend cannot run these tensors on this
             machine.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
     checks.check_slot_scale(slot_scale, block_indices, q)
@@ -191,7 +192,7 @@ def sliding_window_attention(
     Returns:
         As `selected_attention`.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
     window_size = checks.check_window_size(window_size)
     check_no_tangent("sliding_window_attention", q=q, k=k, v=v)
@@ -232,7 +233,7 @@ def selected_and_window_attention(
     Returns:
         `(o_selected, o_window)`, or `(o_selected, lse_selected, o_window, lse_window)`.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
     checks.check_slot_scale(slot_scale, block_indices, q)
@@ -320,7 +321,7 @@ def compressed_attention(
     Returns:
         As `selected_attention`; a query that sees no summary gets output 0 and `lse = -inf`.
     """
-    q, k_cmp, v_cmp = _autocast(q, k_cmp, v_cmp)
+    q, k_cmp, v_cmp = autocast(q, k_cmp, v_cmp)
     M = _check_summaries(q, k_cmp, v_cmp, num_keys, length, stride, cu_seqlens)
     backend, scale = _check_rest(backend, q, scale, return_lse)
     check_no_tangent("compressed_attention", q=q, k_cmp=k_cmp, v_cmp=v_cmp)
@@ -372,7 +373,7 @@ def select_blocks(
         the block, added up; or the largest mass, summed over the group, of a summary that has
         tokens in it. Ties go to the lower id. There is no gradient.
     """
-    q, k_cmp = _autocast(q, k_cmp)
+    q, k_cmp = autocast(q, k_cmp)
     M = _check_summaries(q, k_cmp, k_cmp, num_keys, length, stride, cu_seqlens)
     checks.check_positive_int("top_n", top_n)
     checks.check_positive_int("block_size", block_size)
@@ -446,7 +447,7 @@ def native_sparse_attention(
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, differentiable in `q`, `k`, `v` and the gates.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     gates, summaries = (g_cmp, g_slc, g_swa), []
     backend, scale = _check(backend, q, k, v, scale, cu_seqlens, False)
     checks.check_order(order, backend)
@@ -495,7 +496,7 @@ def three_branches(
     for name, pair in pairs.items():
         _check_length(name, pair, (0, 2), "keys and values, or () without this branch")
     _check_length("gates", gates, (3,), "three: of compression, selection and window")
-    cast = list(_autocast(q, *compressed, *selected, *window))
+    cast = list(autocast(q, *compressed, *selected, *window))
     q = cast.pop(0)
     pairs = {name: [cast.pop(0) for _ in pair] for name, pair in pairs.items()}
     keys = _check_pairs(q, pairs, gates, num_keys, length, stride, cu_seqlens)
@@ -516,16 +517,6 @@ def _attend_and_gate() -> Callable[..., Tensor]:
 
 
 # -- what the operators check before anything runs --
-
-
-def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Queries, keys and values in the dtype of `torch.autocast`, where it is on."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    is_cast = [isinstance(x, Tensor) and x.dtype in checks.DTYPES for x in tensors]
-    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast, strict=True)]
 
 
 def _check(

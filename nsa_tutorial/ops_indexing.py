@@ -8,6 +8,7 @@ from torch import Tensor
 from nsa_tutorial import library_choice
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.runtime.describing import describe
+from nsa_tutorial.runtime.devices import autocast
 from nsa_tutorial.runtime.transforms import check_no_tangent
 
 
@@ -57,7 +58,7 @@ def index_blocks(
         BackendUnavailable: one sentence, where the backend cannot run these tensors on this
             machine.
     """
-    q_idx, k_idx = _autocast(q_idx, k_idx)
+    q_idx, k_idx = autocast(q_idx, k_idx)
     _check_indexer(q_idx, k_idx, w, kv_heads)
     checks.check_cu_seqlens(cu_seqlens, q_idx, k_idx.shape[1], name="q_idx")
     checks.check_positive_int("top_n", top_n)
@@ -76,16 +77,6 @@ def index_blocks(
         w = w.detach().to(torch.promote_types(q_idx.dtype, torch.float32))
     options = (kv_heads, top_n, block_size, num_initial, num_local, backend)
     return library_choice.index_blocks(q_idx.detach(), k_idx.detach(), w, cu_seqlens, *options)
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Queries and keys in the dtype of `torch.autocast`, where it is on."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    is_cast = [isinstance(x, Tensor) and x.dtype in checks.DTYPES for x in tensors]
-    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast, strict=True)]
 
 
 def _check_indexer(q_idx: Tensor, k_idx: Tensor, w: Tensor | None, kv_heads: int) -> None:

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from nsa_tutorial.runtime.checks import DTYPES
+
 
 def guard(x: Tensor) -> AbstractContextManager:
     """Make the CUDA device of `x` current inside the `with` block. Does nothing for other
@@ -26,6 +28,16 @@ def _without_autocast(x: Tensor) -> AbstractContextManager:
     """Autocast casts an operator's inputs; inside the operator, fp32 means fp32."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Queries, keys and values in the dtype of `torch.autocast`, where it is on."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    is_cast = [isinstance(x, Tensor) and x.dtype in DTYPES for x in tensors]
+    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast, strict=True)]
 
 
 def on_its_device(function: Callable) -> Callable:

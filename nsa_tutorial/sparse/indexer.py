@@ -19,13 +19,15 @@ head or one for all · `T` queries of a tile · `NB` blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from nsa_tutorial.sparse import block_selection, query_tiles
+from nsa_tutorial.sparse.native_sparse_attention import wide
 from nsa_tutorial.sparse.query_tiles import View
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 
@@ -52,7 +54,7 @@ def token_scores(
     Returns:
         `[B, T, H, M]`, fp32 (fp64 for fp64 inputs), differentiable.
     """
-    (B, T, HI, DI), dtype = q_idx.shape, torch.promote_types(q_idx.dtype, torch.float32)
+    (B, T, HI, DI), dtype = q_idx.shape, wide(q_idx)
     q_idx = q_idx.to(dtype) * (DI**-0.5 if scale is None else scale)
     # [B, T, HI, M]
     acc_s = (q_idx.flatten(1, 2) @ k_idx.to(dtype).transpose(1, 2)).view(B, T, HI, -1)
@@ -113,15 +115,10 @@ def index_blocks(
         score = token_scores(
             q_idx[:, tile], k_idx, None if w is None else w[:, tile], kv_heads=kv_heads, scale=1.0
         )
-        score = block_maxima(
-            score, first, num_visible, block_size=block_size, num_blocks=num_blocks
-        )
-        chosen.append(
-            block_selection.choose(
-                score, position // block_size, top_n=top_n, num_initial=num_initial,
-                num_local=num_local,
-            )
-        )  # fmt: skip
+        blocks = {"block_size": block_size, "num_blocks": num_blocks}
+        score = block_maxima(score, first, num_visible, **blocks)
+        pick = {"top_n": top_n, "num_initial": num_initial, "num_local": num_local}
+        chosen.append(block_selection.choose(score, position // block_size, **pick))
     return torch.cat(chosen, 1)
 
 
@@ -185,27 +182,66 @@ def kl_loss(
     q, k = q.detach(), k.detach()
     view = _view(B, N, M, block_indices, block_size, cu_seqlens, q.device)
 
-    def of_tile(q_idx: Tensor, k_idx: Tensor, w: Tensor | None, queries: slice, keys: slice):
+    def of_tile(
+        queries: slice, keys: slice, q_idx: Tensor, k_idx: Tensor, w: Tensor | None
+    ) -> Tensor:
         is_seen = view.mask(queries, keys)
         target = attention_target(
             q[:, queries], k[:, keys], is_seen, kv_heads=kv_heads, scale=scale
         )
-        score = token_scores(
-            q_idx[:, queries], k_idx[:, keys], None if w is None else w[:, queries],
-            kv_heads=kv_heads, scale=index_scale,
-        ).transpose(1, 2)  # fmt: skip
+        score = token_scores(q_idx, k_idx, w, kv_heads=kv_heads, scale=index_scale).transpose(1, 2)
         is_hidden = ~is_seen.expand(score.shape)
         is_empty = is_hidden.all(-1, keepdim=True)
         score = score.masked_fill(is_hidden, -math.inf).masked_fill(is_empty, 0)
         log_p = score.log_softmax(-1).masked_fill(is_hidden, 0)
         return (torch.xlogy(target, target) - target * log_p).sum()
 
-    # the scores of a tile are computed once more for its gradient, and not kept
-    parts = [
-        checkpoint(of_tile, q_idx, k_idx, w, *span, use_reentrant=False) for span in view.spans
-    ]
-    total = torch.stack(parts).sum() if parts else token_scores(q_idx, k_idx, w).sum()
-    return total / max(1, B * N * kv_heads)
+    return _SumOfTiles.apply(of_tile, view.spans, q_idx, k_idx, w) / max(1, B * N * kv_heads)
+
+
+class _SumOfTiles(torch.autograd.Function):
+    """The sum of a loss over tiles of queries. Its gradients are computed with it, tile by tile, so
+    that no tile's scores are kept, and none are computed twice."""
+
+    @staticmethod
+    def forward(
+        ctx, of_tile: Callable[..., Tensor], spans: list[tuple[slice, slice]], q_idx: Tensor,
+        k_idx: Tensor, w: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        given, needs, dtype = (q_idx, k_idx, w), ctx.needs_input_grad[2:], wide(q_idx)
+        sums = [
+            torch.zeros_like(x, dtype=dtype) if need else None
+            for x, need in zip(given, needs, strict=True)
+        ]
+        total = q_idx.new_zeros((), dtype=dtype)
+        for queries, keys in spans:
+            places = (queries, keys, queries)
+            leaves = [
+                None if x is None else x[:, place].detach().requires_grad_(need)
+                for x, place, need in zip(given, places, needs, strict=True)
+            ]
+            with torch.set_grad_enabled(any(needs)):
+                part = of_tile(queries, keys, *leaves)
+            total += part.detach()
+            if any(needs):
+                wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+                found = iter(torch.autograd.grad(part, wanted))
+                for gradient, place in zip(sums, places, strict=True):
+                    if gradient is not None:
+                        gradient[:, place] += next(found)
+        # None where there is nothing to keep
+        ctx.save_for_backward(*(
+            None if gradient is None else gradient.to(x.dtype)
+            for x, gradient in zip(given, sums, strict=True)
+        ))  # fmt: skip
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(
+            None if x is None else x * d_total.to(x.dtype) for x in ctx.saved_tensors
+        )  # fmt: skip
 
 
 def _view(
@@ -225,13 +261,8 @@ def _view(
 
 
 class Indexed(NamedTuple):
-    """What an `Indexer` makes of a text, in the order in which the functions take it.
-
-    Attributes:
-        q_idx: `[B, N, HI, DI]`.
-        k_idx: `[B, N, DI]`.
-        w: `[B, N, HI]`, or None.
-    """
+    """What an `Indexer` makes of a text, in the order in which the functions take it: `q_idx [B, N,
+    HI, DI]`, `k_idx [B, N, DI]` and `w [B, N, HI]`, or None."""
 
     q_idx: Tensor
     k_idx: Tensor

@@ -44,7 +44,7 @@ CASES = {
 QUICK = {
     torch.float32: [
         "nothing divides anything", "packed, one empty", "blocks of 8", "blocks longer than a step",
-        "many tokens a list", "many tokens", "several parts",
+        "many tokens a list",
     ],
     torch.float16: ["plain products"],
     torch.bfloat16: ["tokens"],
@@ -67,7 +67,7 @@ def doubled(tensors: list[Tensor | None]) -> list[Tensor | None]:
 
 
 @product(
-    "case", CASES, BACKENDS, QUICK, slow={"tilelang": ["packed, one empty"]},
+    "case", CASES, BACKENDS, QUICK, slow={"tilelang": []},  # it compiles two kernels for each
     rest={"reference": []},
 )  # fmt: skip
 def test_the_choice(
