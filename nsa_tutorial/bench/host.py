@@ -144,7 +144,7 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
         torch.cuda.synchronize()
     events = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
     events.sort(key=lambda e: e.time_range.start)
-    return [(e.name, e.device_time_total) for e in events]
+    return [(e.name[:70], round(e.device_time_total, 2)) for e in events]
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:

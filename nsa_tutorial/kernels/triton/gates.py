@@ -130,7 +130,7 @@ def gradient_of_branch(
     tl.store(LSE2 + rows, lse2, mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def branch_backward_kernel(
     GradSum, Gate0, Gate1, Gate2, Output0, Output1, Output2, LSE,
     GradGate0, GradGate1, GradGate2, GradOutput0, GradOutput1, GradOutput2, Delta, LSE2, num_groups,
