@@ -89,6 +89,7 @@ def test_an_indexer_learns_from_the_attention_alone(attention: str) -> None:
         torch.testing.assert_close(gradient, found["reference"][name], rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.exhaustive
 def test_hits_rise_with_an_indexer_alone() -> None:
     """Blocks of 4 by their mean keys or by an indexer, of texts of 64 tokens."""
     sizes = SMALL | {"width": 64, "steps": 120, "block_size": 4, "top_n": 3, "batch": 16}
