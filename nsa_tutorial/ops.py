@@ -441,7 +441,8 @@ def native_sparse_attention(
             query and head, in plain PyTorch, and lists are walked in the order `"queries"`.
         block_size, window_size, length, stride: of the branches.
         backend: of every part: means, attention to them, the choice of blocks, selected attention
-            and the window, and the gated sum. Selection and window share a call on the kernels.
+            and the window, and the gated sum. On the kernels, selection and window share a call; on
+            Triton, all parts do where there are three gates and the blocks are chosen.
         order: of the selection, as for `selected_attention`.
 
     Returns:

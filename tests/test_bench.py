@@ -637,6 +637,7 @@ NUMBERS = {
             "--stride",
             "--window",
             "--sequences",
+            "--layer",
         ],
         ("0 -1 x nan 4294967296", "expected a whole number from 1 to 2,147,483,647"),
     ),

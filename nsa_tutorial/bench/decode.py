@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.bench import stored, timing
-from nsa_tutorial.bench.options import memory_of, seconds, whole, wrong_file
+from nsa_tutorial.bench.options import memory_of, seconds, whole, wrong_run
 from nsa_tutorial.bench.problem import DTYPES
 from nsa_tutorial.runtime import environment
 
@@ -88,12 +88,9 @@ def add_command(operators: argparse._SubParsersAction) -> None:
 
 def fault(options: argparse.Namespace) -> str | None:
     """What is wrong with the options, in one sentence, or None."""
-    given = argparse.Namespace(**{k: v for k, v in vars(options).items() if v is not None})
-    wrong = wrong_file(given, "output", (".json",))
+    wrong = wrong_run(options)
     if wrong is not None:
         return wrong
-    if options.device == "cuda" and not environment.detect().gpu:
-        return "there is no CUDA device here"
     asked = max(options.sequences) * max(options.tokens) * max(options.kv_heads)
     bytes_of_caches = 2 * asked * max(options.width) * DTYPES[options.dtype].itemsize
     memory = memory_of(options.device)

@@ -28,12 +28,14 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.bench import stored, timing
+from nsa_tutorial.bench.drawing import NEIGHBOURS
 from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.operators import GATES
-from nsa_tutorial.bench.options import seconds, whole, wrong_file
+from nsa_tutorial.bench.options import seconds, too_large, whole, wrong_run
 from nsa_tutorial.bench.problem import DTYPES, Problem, dense_kernels
 from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig
 from nsa_tutorial.runtime import environment
+from nsa_tutorial.runtime.checks import LARGEST_WIDTH
 
 LENGTH, STRIDE, BLOCK_SIZE, TOP_N, WINDOW = 32, 16, 64, 16, 512
 MODEL_WIDTH = 1024
@@ -89,15 +91,16 @@ def add_command(operators: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
 
-    def several(option: str, on: list[int], off: list[int], text: str) -> None:
+    def several(option: str, on: list[int], off: list[int], text: str, **bounds: int) -> None:
         default = on if on_gpu else off
         text += f" (default: {' '.join(map(str, default))})"
-        p.add_argument(option, nargs="+", type=whole(), default=default, metavar="n", help=text)
+        kind = {"type": whole(**bounds), "metavar": "n"}
+        p.add_argument(option, nargs="+", default=default, help=text, **kind)
 
-    several("--tokens", [2048, 8192, 32768], [96], "queries, and keys")
+    several("--tokens", [2048, 8192, 32768], [96], "queries, and keys", least=NEIGHBOURS)
     several("--kv-heads", [4], [1], "key/value heads")
     several("--group", [16], [2], "query heads of a key/value head")
-    several("--width", [128], [16], "channels of queries, keys and values")
+    several("--width", [128], [16], "channels of queries, keys and values", most=LARGEST_WIDTH)
     p.add_argument("--queries", nargs="+", choices=QUERIES, default=[*QUERIES], help="that choose")
     p.add_argument("--backend", choices=("reference", "tilelang", "triton"),
                    default="triton" if on_gpu else "reference", help="of NSA")  # fmt: skip
@@ -111,13 +114,25 @@ def add_command(operators: argparse._SubParsersAction) -> None:
 
 def fault(options: argparse.Namespace) -> str | None:
     """What is wrong with the options, in one sentence, or None."""
-    given = argparse.Namespace(**{k: v for k, v in vars(options).items() if v is not None})
-    wrong = wrong_file(given, "output", (".json",))
-    if wrong is not None:
-        return wrong
-    if options.device == "cuda" and not environment.detect().gpu:
-        return "there is no CUDA device here"
-    return environment.detect().why_not(options.backend, options.device, options.dtype)
+    reasons = [
+        wrong_run(options),
+        environment.detect().why_not(options.backend, options.device, options.dtype),
+        *(too_large(shape, options.device) for shape in shapes(options)),
+    ]
+    return next(filter(None, reasons), None)
+
+
+def shapes(options: argparse.Namespace) -> list[Shape]:
+    """One for each combination of the sizes."""
+    sizes = product(options.tokens, options.kv_heads, options.group, options.width)
+    return [
+        Shape(
+            tokens=tokens, kv_heads=kv_heads, group=group, width=width, value_width=width,
+            block_size=BLOCK_SIZE, slots=TOP_N, dtype=options.dtype, length=LENGTH, stride=STRIDE,
+            window=WINDOW,
+        )
+        for tokens, kv_heads, group, width in sizes
+    ]  # fmt: skip
 
 
 def host_time(call: Callable[[], object], calls: int = 30) -> float:
@@ -149,15 +164,9 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     """The rows of a command, one after the other."""
-    sizes = (options.tokens, options.kv_heads, options.group, options.width)
-    for tokens, kv_heads, group, width in product(*sizes):
-        shape = Shape(
-            tokens=tokens, kv_heads=kv_heads, group=group, width=width, value_width=width,
-            block_size=BLOCK_SIZE, slots=TOP_N, dtype=options.dtype, length=LENGTH, stride=STRIDE,
-            window=WINDOW,
-        )  # fmt: skip
-        known = {"tokens": tokens, "query_heads": kv_heads * group, "kv_heads": kv_heads,
-                 "width": width, "dtype": options.dtype}  # fmt: skip
+    for shape in shapes(options):
+        known = {"tokens": shape.tokens, "query_heads": shape.kv_heads * shape.group}
+        known |= {"kv_heads": shape.kv_heads, "width": shape.width, "dtype": shape.dtype}
         for queries in options.queries:
             problem = Problem.make("native", shape, options.device, queries)
             ways = {

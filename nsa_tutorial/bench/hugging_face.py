@@ -35,7 +35,7 @@ from nsa_tutorial.bench import drawing, judging, stored
 from nsa_tutorial.bench.drawing import DRIFTS
 from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.measuring import Row, measured, with_ratios
-from nsa_tutorial.bench.options import seconds, too_large, whole, wrong_file
+from nsa_tutorial.bench.options import seconds, too_large, whole, wrong_run
 from nsa_tutorial.bench.problem import DTYPES, PASSES, Problem, dense_kernels
 from nsa_tutorial.bench.steps import Step
 from nsa_tutorial.interop import transformers
@@ -81,11 +81,9 @@ def add_command(operators: argparse._SubParsersAction) -> None:
 
 def fault(options: argparse.Namespace) -> str | None:
     """What is wrong with the options, in one sentence, or None."""
-    wrong = wrong_file(options, "output", (".json",))
+    wrong = wrong_run(options)
     if wrong is not None:
         return wrong
-    if options.device == "cuda" and not environment.detect().gpu:
-        return "there is no CUDA device here"
     if min(options.tokens) < drawing.NEIGHBOURS:
         return f"--tokens: got {min(options.tokens)}, expected at least {drawing.NEIGHBOURS}"
     return next(filter(None, (too_large(s, options.device) for s in shapes(options))), None)

@@ -14,6 +14,7 @@ import torch
 
 from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.problem import DTYPES
+from nsa_tutorial.runtime import environment
 
 MOST = 2**31 - 1  # what the operators take
 LONGEST = 3600.0
@@ -61,6 +62,14 @@ def wrong_file(options: argparse.Namespace, name: str, suffixes: tuple[str, ...]
     if not path.parent.is_dir():
         return f"--{name}: got {path}, but there is no folder {path.parent}"
     return None
+
+
+def wrong_run(options: argparse.Namespace) -> str | None:
+    """Why a run on `--device` that writes a `.json` file to `--output`, if any, cannot begin: one
+    sentence, or None."""
+    if options.device == "cuda" and not environment.detect().gpu:
+        return "there is no CUDA device here"
+    return wrong_file(options, "output", (".json",))
 
 
 def too_large(shape: Shape, device: str) -> str | None:
