@@ -153,9 +153,10 @@ def _become_kernel(told: dict) -> None:
         os.dup2(nowhere, descriptor)
     os.chdir(told["folder"])
     os.environ.clear()
-    # Jupyter names its own process, and a kernel ends with its parent
+    # Jupyter names its own process, and a kernel ends with its parent; ipykernel reads the variable
+    # when it is imported
     os.environ.update(told["environment"], JPY_PARENT_PID=str(os.getppid()))
-    sys.argv = told["argv"]
+    sys.argv = [*told["argv"], f"--IPKernelApp.parent_handle={os.getppid()}"]
     sys.modules["ipykernel.kernelapp"].launch_new_instance()
 
 

@@ -17,9 +17,13 @@ from nsa_tutorial.course import forked_kernels, forked_provisioner
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="kernels are not forked here"
 )
-SEEN = """import os, sys
+SEEN = """import os, sys, threading
 ours = [name for name in sys.modules if name.startswith("nsa_tutorial")]
 print(os.getppid(), "torch" in sys.modules, ours, os.getcwd(), os.environ["MARK"])"""
+# the thread that ends a kernel whose parent has ended
+MORTAL = """
+watched = [getattr(thread, "parent_pid", None) for thread in threading.enumerate()]
+print(os.getppid() in watched)"""
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def test_it_has_imported_what_is_not_ours(
     code = SEEN.replace("MARK", "JPY_OF_A_TEST")
     manager.start_kernel(cwd=str(tmp_path))
     server, _ = forked_kernels._server()
-    assert said(manager, code) == f"{server.pid} True [] {tmp_path} mark"
+    assert said(manager, code + MORTAL) == f"{server.pid} True [] {tmp_path} mark\nTrue"
     kernel = manager.provisioner.process
     assert kernel.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
