@@ -166,7 +166,7 @@ def select_blocks(
     block = torch.arange(-(-N // block_size))
     first, own = block[:, None] * block_size, t // block_size
     tokens = torch.minimum(start + length, first + block_size) - torch.maximum(start, first)
-    importance = p @ (tokens.clamp(min=0) / stride).T  # [N, H, NB]
+    importance = p @ (tokens.clamp(min=0) / stride).T.to(p.dtype)  # [N, H, NB]
 
     # forced blocks before the best, and none of the future (Eq. 11)
     is_forced = (block < num_initial) | (block > own - num_local)
