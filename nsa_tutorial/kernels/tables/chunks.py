@@ -19,6 +19,9 @@ WORKSPACE = 2**28  # bytes for the shares of tiles that are cut into chunks
 # Rows (queries times heads of a group) that a program walks, up to twice as many, by bytes of a
 # number: fp32 gradients need short sums, because long ones in fp32 lose too many bits.
 CHUNK_ROWS = {2: 2**14, 4: 2**8}
+# A short text has few chunks of that length: they are cut into so many programs, several for each
+# of a GPU's some 130 multiprocessors, as long as one still walks `SHORTEST` rows.
+PROGRAMS, SHORTEST = 512, 2**10
 
 
 class Tables(NamedTuple):
@@ -84,9 +87,20 @@ def _chunks(inverse: InverseList, G: int, share_bytes: int, itemsize: int) -> Ch
 
 def chunk_length(most_entries: int, G: int, share_bytes: int, itemsize: int) -> int:
     """Entries of a chunk: just enough to fill a program; more if the chunks' shares would overflow
-    the workspace."""
+    the workspace, fewer if there would be too few chunks."""
     fitting = -(-most_entries * share_bytes // WORKSPACE)
-    return max(1, CHUNK_ROWS[itemsize] // G, fitting)
+    return max(1, long_enough(most_entries, G, itemsize), fitting)
+
+
+def long_enough(walked: int, G: int, itemsize: int) -> int:
+    """Queries of a chunk, each with the `G` heads of a group, where all programs together walk
+    `walked` of them.
+
+    >>> long_enough(2**22, 16, 2), long_enough(2**17, 16, 2)  # of 65,536 tokens, and of 2,048
+    (1024, 256)
+    """
+    enough = -(-walked // (PROGRAMS * 64)) * 64  # whole steps of a program
+    return min(CHUNK_ROWS[itemsize] // G, max(enough, SHORTEST // G))
 
 
 def _row_codes(lse2: Tensor) -> Tensor:

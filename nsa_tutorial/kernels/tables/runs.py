@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_tutorial.kernels.tables.chunks import CHUNK_ROWS, WORKSPACE
+from nsa_tutorial.kernels.tables import chunks
+from nsa_tutorial.kernels.tables.chunks import WORKSPACE
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 
@@ -67,5 +68,6 @@ def chunks_of_rows(
     """Into how many chunks the rows are cut, and rows of a chunk; `tiles` of all heads, other
     arguments as in `runs_of_tiles`."""
     fitting = WORKSPACE // (tiles * share_bytes)  # chunks
-    chunk_rows = max(CHUNK_ROWS[itemsize] // G, -(-R // max(fitting, 1)), 1)
+    enough = chunks.long_enough(R * tiles, G, itemsize)
+    chunk_rows = max(enough, -(-R // max(fitting, 1)), 1)
     return -(-R // chunk_rows), chunk_rows

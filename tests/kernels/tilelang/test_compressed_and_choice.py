@@ -14,7 +14,7 @@ from places import places_of, skip_unless_runs
 from torch import Tensor
 
 from nsa_tutorial.kernels.tables import cells as score_cells
-from nsa_tutorial.kernels.tables import runs as summary_runs
+from nsa_tutorial.kernels.tables import chunks as backward_tables
 from nsa_tutorial.runtime import environment, lowering
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 from nsa_tutorial.sparse import compression
@@ -258,7 +258,7 @@ def test_gradients_of_tiles_and_of_chunks(
 ) -> None:
     """Chunks begin in the middle of a step, and tiles hold summaries of several sequences."""
     skip_unless_runs(backend, device)
-    monkeypatch.setattr(summary_runs, "CHUNK_ROWS", {2: chunk_rows, 4: chunk_rows})
+    monkeypatch.setattr(backward_tables, "CHUNK_ROWS", {2: chunk_rows, 4: chunk_rows})
     found, right = gradients(shape, device)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
