@@ -24,7 +24,7 @@ _ENTRY = re.compile(
 _EVERYDAY = """
 base, batch, block, body, cache, chunk, compression, contiguous, control, draft, error, far, gate,
 group,
-head, hit, hold, id, kernel, key, launch, list, mask, median, needle, neighbours, network,
+head, hit, hold, host, id, kernel, key, launch, list, mask, median, needle, neighbours, network,
 offset, on paper, one pass, oracle, overlap, page, part, partial, peak, phase, piece, probe,
 program, query, scale, score, selection, shift, slot, sparse, stable, stage, state, step,
 stream, summary, term, token, two passes, union, value, view, weight, window, D, DV, M, N, −1

@@ -8,6 +8,7 @@ import re
 import statistics
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -27,6 +28,7 @@ from nsa_tutorial.sparse.selected_attention import query_rows
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KNOWN = chapter_exercises("performance")
+PREDICTED = {p.name: p for p in solutions.PREDICTIONS}
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "16_performance.ipynb"
 
 
@@ -978,6 +980,81 @@ def test_nsa_overtakes_dense_attention_where_it_is_told() -> None:
     assert f"between {max(slower):,} and {min(faster):,} tokens" in text()
     assert ms[2048, "triton", "forward"] > ms[8192, "triton", "forward"]  # launches, not work
     assert f"From {min(faster):,} tokens on" in pictures.draw_sizes().finding
+
+
+def test_what_is_told_of_the_host_is_what_was_recorded() -> None:
+    """Launches, kernels and host of all of NSA, and where the bytes went that the sum saves."""
+    told, runs = text(), pictures.host_runs()
+    before, after = (runs[8192, way, "forward"] for way in pictures.WAYS)
+    assert f"takes {len(after.kernels)} launches. For 2,048 tokens" in told
+    assert f"Of its {len(before.kernels)} launches" in told
+    kernels = f"kernels take {before.device_ms:.2f} ms and the host {before.host_ms:.2f}"
+    assert kernels in told
+    sums = [ms for _, ms in before.kernels[-6:]], [after.kernels[-1][1]]  # PyTorch's, and ours
+    assert after.kernels[-1][0] == "gate_kernel"
+    assert f"takes {sum(sums[1]):.2f} ms instead of {sum(sums[0]):.2f}" in told
+    assert f"the call falls from {before.ms:.2f} to {after.ms:.2f} ms" in told
+    before, short = (runs[2048, way, "forward"] for way in pictures.WAYS)
+    assert f"{sum(ms < 2e-3 for _, ms in before.kernels)} run for less than 2 µs" in told
+    assert f"runs these kernels in {short.device_ms:.2f} ms together" in told
+    assert f"NSA would take {short.device_ms:.2f} ms at best" in told
+    question, reason = (getattr(PREDICTED["short_call"], x) for x in ("question", "reason"))
+    assert f"the {len(short.kernels)} kernels of NSA's forward in {short.device_ms:.2f}" in question
+    assert f"needs {short.host_ms:.2f} ms to queue the {len(short.kernels)} launches" in reason
+    dense = runs[2048, "dense", "forward"]
+    assert f"attention takes {len(dense.kernels)}, and {dense.ms:.2f} ms" in told
+    times = f"{after.host_ms:.2f} ms at 8,192 tokens and {short.host_ms:.2f} ms at 2,048"
+    assert times in told
+    assert f"even {after.host_ms:.2f} ms are more than the kernels' {short.device_ms:.2f}" in told
+
+
+def test_what_is_told_of_the_backward_is_what_was_recorded() -> None:
+    told, runs = text(), pictures.host_runs()
+    short, dense = (runs[2048, way, "backward"] for way in ("at once", "dense"))
+    assert f"take {short.device_ms:.2f} ms, and cuDNN's whole call {dense.ms:.2f}" in told
+    name, longest = max(short.kernels, key=lambda kernel: kernel[1])
+    assert name == "dkv_kernel"
+    assert f"the kernel takes {longest:.2f} ms" in told
+    before, after = (runs[32_768, way, "backward"] for way in pictures.WAYS)
+    assert before.host_ms < before.device_ms / 4  # hidden
+    assert f"falls from {before.ms:.1f} to {after.ms:.1f} ms" in told
+    deltas = [ms for name, ms in before.kernels if name == "delta_kernel"]
+    sums = [ms for name, ms in after.kernels if name == "branch_backward_kernel"]
+    replaced = [ms for _, ms in before.kernels[:9]] + deltas
+    assert [len(sums), len(replaced)] == [1, 12]
+    assert f"kernel of {sum(sums):.1f} ms does what 12 did in {sum(replaced):.1f}" in told
+
+
+def test_the_longest_kernel_of_a_short_backward_has_few_programs() -> None:
+    """`dkv_kernel` of the summaries: as many programs as its launch makes of 2,048 tokens."""
+    if environment.detect().triton is None:
+        pytest.skip("Triton is not installed")
+    from nsa_tutorial.kernels.tables import runs
+    from nsa_tutorial.kernels.triton.launch_options import summary_dkv_options
+    from nsa_tutorial.sparse.compression import num_summaries
+
+    tile = summary_dkv_options(128, 128, itemsize=2)["BT"]
+    tiles = -(-num_summaries(2048, 32, 16) // tile)
+    chunks, rows = runs.chunks_of_rows(2048, tiles * 4, 16, 4 * tile * 256, 2)
+    assert f"has {chunks * tiles * 4} programs for an H200's 132 multiprocessors" in text()
+    assert f"Each walks {rows:,} queries" in text()
+
+
+def test_a_call_takes_the_longer_of_two_times() -> None:
+    """In every recorded call of NSA with smooth lists; and a line of launches, spread evenly, ends
+    where the clock says if the host is the longer one."""
+    for (_, way, direction), run in pictures.host_runs().items():
+        if way != "dense":
+            longer = max(run.host_ms, run.device_ms)
+            assert run.ms == pytest.approx(longer, rel=0.02 if direction == "forward" else 0.05)
+    assert pictures.draw_host().finding.endswith("to within 2 %")
+    for way in pictures.WAYS:
+        run = pictures.host_runs()[2048, way, "forward"]
+        assert run.timeline[-1][1] == pytest.approx(run.ms, rel=0.01)
+        assert all(done <= begin for (_, done), (begin, _) in pairwise(run.timeline))
+    short, long = (pictures.host_runs()[n, "at once", "forward"] for n in (2048, 8192))
+    assert short.host_ms > short.device_ms
+    assert long.host_ms < long.device_ms  # "a long text hides the host"
 
 
 def test_shapes_are_compared_with_one_query_a_program() -> None:

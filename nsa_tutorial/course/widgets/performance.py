@@ -2,7 +2,7 @@
 each of them moves and how long it takes, and what a choice of tiles is worth.
 
 `operators` counts the work of what was measured on a GPU, `order_cost` that of an order on paper.
-`profiled` reads what a profiler said of five kernels.
+`profiled` reads what a profiler said of five kernels, `host_runs` what the host costs.
 The times are those that `assets/` stores; `rates` derives from them how fast the machine turned out
 to be. `recorded` reads older files, and `assets/performance_h200.json` where it is there.
 `told_orders` and `draw_paper` say and draw what the interactive does (`moving/orders.js`).
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -258,6 +259,136 @@ def draw_shapes() -> Picture:
     slower = sum(ratio > 1.05 for ratio in ratios)
     told = f"Slower than one query a program by more than 5 %: {slower} of {len(ratios)} runs"
     return Picture(figure, told)
+
+
+# -- the host --
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """One recorded call of all of NSA, or of dense attention.
+
+    Attributes:
+        ms: of a call, by the clock.
+        host_ms: of the host that queues its launches.
+        kernels: names and milliseconds, in their order; copies and fills count as kernels.
+    """
+
+    ms: float
+    host_ms: float
+    kernels: list[tuple[str, float]]
+
+    @property
+    def device_ms(self) -> float:
+        """Milliseconds of its kernels together."""
+        return sum(ms for _, ms in self.kernels)
+
+    @property
+    def timeline(self) -> list[tuple[float, float]]:
+        """When each kernel begins and ends, in milliseconds, if the launches are spread evenly over
+        the host's time: once it is launched, and the kernel before it is done."""
+        found, done = [], 0.0
+        for number, (_, ms) in enumerate(self.kernels, 1):
+            begin = max(done, self.host_ms * number / len(self.kernels))
+            done = begin + ms
+            found.append((begin, done))
+        return found
+
+
+@functools.cache
+def host_runs() -> dict[tuple[int, str, str], HostRun]:
+    """What was recorded of the host, with smooth queries: by tokens, way and direction. Ways are
+    "branch by branch", "at once" and "dense"."""
+    return {
+        (row["tokens"], row["way"], row["direction"]): HostRun(
+            row["ms"], row["host_ms"], [(name, us / 1e3) for name, us in row["kernels"]]
+        )
+        for row in stored("native_host_h200.json")["rows"]
+        if row["queries"] != "random" and not row["way"].startswith("layer")
+    }
+
+
+WAYS = ("branch by branch", "at once")  # in which all of NSA is called
+
+
+def draw_launches(tokens: int = 2048) -> Picture:
+    """The forward of all of NSA in both ways: the host's launches above the GPU's kernels."""
+    sheet, end = Sheet(8.3, 3.4), 3.7
+    for way, top in zip(WAYS, (0.62, 1.82), strict=True):
+        run = host_runs()[tokens, way, "forward"]
+        chart = sheet.chart(Place(0.7, top, 7.3, 0.72), (0, end), (2, 0))
+        step = run.host_ms / len(run.kernels)
+        slots = [(i * step, 0.1, 0.86 * step, 0.8) for i in range(len(run.kernels))]
+        chart.boxes(slots, "masked", edgecolors=PALETTE["faint"], linewidths=0.4)
+        spans = [(begin, 1.1, done - begin, 0.8) for begin, done in run.timeline]
+        chart.boxes(spans, "selected", edgecolors=PALETTE["selected"], linewidths=0.5)
+        chart.lines([[(run.ms, 0.02), (run.ms, 1.98)]], "query", 2)
+        chart.left([0.5, 1.5], ["host", "GPU"], line=False)
+        told = f"{way}: {len(run.kernels)} launches, kernels {run.device_ms:.2f} ms together"
+        sheet.words([(0.7, top - 0.1, told)], size=9.5, ha="left")
+        chart.words([(run.ms, 0.5, f"{run.ms:.2f} ms")], size=9, ha="left", offset=(5, 0))
+        if way == WAYS[-1]:
+            chart.bottom([0, 1, 2, 3], None, "milliseconds")
+    names = {"masked": "launches, spread evenly over the host's time",
+             "selected": "kernels, as recorded", "query": "the call, by the clock"}  # fmt: skip
+    sheet.legend(0.7, 3.2, names)
+    runs = [host_runs()[tokens, way, "forward"] for way in WAYS]
+    counts = " or ".join(str(len(run.kernels)) for run in runs)
+    idle = " or ".join(dict.fromkeys(f"{100 * (1 - x.device_ms / x.ms):.0f}" for x in runs))
+    return Picture(
+        sheet.figure,
+        f"{tokens:,} tokens, {counts} launches: the GPU waits {idle} % of the time",
+    )
+
+
+def draw_host() -> Picture:
+    """The forward's time by tokens, and those of the host and of the kernels, in both ways."""
+    runs = host_runs()
+    sizes = sorted({tokens for tokens, _, _ in runs})
+    figure, axes = new_figure(8.2, 3.4, columns=2)
+    off = []
+    for axis, way in zip(axes[0], WAYS, strict=True):
+        mine = [runs[n, way, "forward"] for n in sizes]
+        lines = (("host", "faint", "s--", [x.host_ms for x in mine]),
+                 ("kernels", "selected", "o-", [x.device_ms for x in mine]))  # fmt: skip
+        for name, colour, style, ms in lines:
+            axis.plot(sizes, ms, style, color=PALETTE[colour], markersize=5)
+            axis.annotate(name, (sizes[-1], ms[-1]), (12, -3), fontsize=9,
+                          textcoords="offset points")  # fmt: skip
+        axis.plot(sizes, [x.ms for x in mine], "o", color="none", markersize=12,
+                  markeredgecolor=PALETTE["query"], markeredgewidth=2,
+                  label="the call, by the clock")  # fmt: skip
+        off += [abs(x.ms / max(x.host_ms, x.device_ms) - 1) for x in mine]
+        launches = len(runs[sizes[0], way, "forward"].kernels)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylim=(0.3, 20),
+                 title=f"{way}: {launches} launches at {sizes[0]:,} tokens")  # fmt: skip
+        axis.set_xlim(sizes[0] / 1.4, 3 * sizes[-1])  # words stand behind the last points
+        axis.set_xticks(sizes, [f"{n:,}" for n in sizes])
+        axis.set_xticks([], minor=True)
+        axis.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
+        axis.set_yticks([], minor=True)
+    axes[0, 0].set_ylabel("ms, forward")
+    axes[0, 0].legend(frameon=False, fontsize=8.5, loc="upper left")
+    return Picture(
+        figure,
+        "A call takes the longer of the host's time and its kernels', "
+        f"to within {math.ceil(100 * max(off))} %",
+    )
+
+
+def host_table() -> list[str]:
+    """`host_runs` as lines of text."""
+    told, runs = stored("native_host_h200.json"), host_runs()
+    lines = [f"{told['machine']}, torch {told['torch']}, Triton {told['triton']}; "
+             "bf16, 64 heads over 4, smooth lists: milliseconds"]  # fmt: skip
+    lines.append(f"{'':17}" + "".join(f"{way:^26}" for way in WAYS) + "dense, cuDNN")
+    lines.append(f"{'tokens':>6}  {'':9}" + f"{'call':>8}{'host':>8}{'kernels':>9} " * 2 + "  call")
+    for tokens, direction in dict.fromkeys((n, d) for n, _, d in sorted(runs, key=lambda x: x[0])):
+        mine = [runs[tokens, way, direction] for way in WAYS]
+        cells = (f"{x.ms:8.2f}{x.host_ms:8.2f}{x.device_ms:9.2f} " for x in mine)
+        dense = runs[tokens, "dense", direction].ms
+        lines.append(f"{tokens:6,}  {direction:9}{''.join(cells)}{dense:6.2f}")
+    return lines
 
 
 # -- the roofline --
