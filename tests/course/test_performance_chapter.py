@@ -1025,19 +1025,22 @@ def test_what_is_told_of_the_backward_is_what_was_recorded() -> None:
     assert f"kernel of {sum(sums):.1f} ms does what 12 did in {sum(replaced):.1f}" in told
 
 
-def test_the_longest_kernel_of_a_short_backward_has_few_programs() -> None:
-    """`dkv_kernel` of the summaries: as many programs as its launch makes of 2,048 tokens."""
+def test_short_walks_make_many_programs() -> None:
+    """`dkv_kernel` of the summaries at 2,048 tokens: with the longest chunks, and as its launch
+    cuts them."""
     if environment.detect().triton is None:
         pytest.skip("Triton is not installed")
-    from nsa_tutorial.kernels.tables import runs
+    from nsa_tutorial.kernels.tables import chunks, runs
     from nsa_tutorial.kernels.triton.launch_options import summary_dkv_options
     from nsa_tutorial.sparse.compression import num_summaries
 
-    tile = summary_dkv_options(128, 128, itemsize=2)["BT"]
-    tiles = -(-num_summaries(2048, 32, 16) // tile)
-    chunks, rows = runs.chunks_of_rows(2048, tiles * 4, 16, 4 * tile * 256, 2)
-    assert f"has {chunks * tiles * 4} programs for an H200's 132 multiprocessors" in text()
-    assert f"Each walks {rows:,} queries" in text()
+    told, tile = text(), summary_dkv_options(128, 128, itemsize=2)["BT"]
+    tiles = 4 * -(-num_summaries(2048, 32, 16) // tile)  # of all KV heads
+    most = chunks.CHUNK_ROWS[2] // 16
+    assert f"has {2048 // most * tiles} programs for an H200's 132 multiprocessors" in told
+    assert f"Each walks {most:,} queries" in told
+    cuts, rows = runs.chunks_of_rows(2048, tiles, 16, 4 * tile * 256, 2)
+    assert f"Walks of {rows} queries make {cuts * tiles} programs" in told
 
 
 def test_a_call_takes_the_longer_of_two_times() -> None:
