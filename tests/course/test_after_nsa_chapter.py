@@ -81,6 +81,60 @@ def test_a_half_done_function_holds_its_stages(attempt, held: int) -> None:
     assert judge(INDEX, attempt).held == held
 
 
+def of_loss(say):
+    """An attempt with right lists and a loss of its own: `say(p, score, is_hidden)`, where `p` is
+    the target and hidden scores are -inf."""
+
+    def attempt(q, k, q_idx, k_idx, w, top_n, block_size):
+        ids, _ = solutions.learned_index(q, k, q_idx, k_idx, w, top_n, block_size)
+        is_hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        products = torch.einsum("njd,md->njm", q_idx, k_idx) * k_idx.shape[-1] ** -0.5
+        score = torch.einsum("nj,njm->nm", w, products.relu()).masked_fill(is_hidden, -torch.inf)
+        with torch.no_grad():
+            s = torch.einsum("nhd,md->hnm", q, k) * q.shape[-1] ** -0.5
+            p = s.masked_fill(is_hidden, -torch.inf).softmax(-1).mean(0)
+        return ids, say(p, score, is_hidden)
+
+    return attempt
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda p, score, _: F.kl_div(score.log_softmax(-1), p, reduction="batchmean"),
+        lambda p, score, _: (p * (p.log() - score.log_softmax(-1))).sum(-1).mean(),
+        lambda p, score, _: (torch.xlogy(p, p) - p * score.log_softmax(-1)).sum(-1).mean(),
+    ],
+    ids=["kl_div", "p.log", "p * log_softmax"],
+)
+def test_a_loss_of_nan_is_told_its_cause(say) -> None:
+    verdict = judge(INDEX, of_loss(say))
+    assert (verdict.misconception, verdict.held) == ("0 · -inf at hidden places", 5)
+
+
+def test_a_small_number_in_the_logarithms_is_right() -> None:
+    def say(p, score, _):
+        return (p * ((p + 1e-8).log() - (score.softmax(-1) + 1e-8).log())).sum(-1).mean()
+
+    assert judge(INDEX, of_loss(say)).outcome == "right"
+
+
+def test_lists_without_a_loss_are_told_what_is_missing() -> None:
+    verdict = judge(INDEX, of_loss(lambda *_: None))
+    assert verdict.held == 5 and "Your lists hold. No loss comes with them yet" in verdict.text
+    assert "return statement" not in verdict.text
+
+
+def test_topk_holds_until_ties_are_asked_for() -> None:
+    topk = next(m for m in INDEX.misconceptions if "topk" in m.name)
+    assert judge(INDEX, topk.wrong).held == 4
+
+
+def test_what_does_not_hold_of_needle_scores_is_named() -> None:
+    verdict = judge(KNOWN["needle_scores"], lambda size: torch.zeros(2 * size))
+    assert "'mean prefers block 0': False" in verdict.text
+
+
 def test_the_needle_may_be_found_in_other_ways() -> None:
     def other(block_size):
         scores = torch.full((2, block_size), -4.0)
@@ -139,6 +193,7 @@ def test_what_the_text_says_of_the_first_picture() -> None:
     shares = {where: f"{round(100 * share)} %" for where, share in held.items()}
     said = f"{shares[16, 'an indexer']} and {shares[1, 'an indexer']} in the first picture"
     assert said in text()
+    assert torch.equal(*(pictures.mask(1, chooser)[0] for chooser in pictures.CHOOSERS))
     dial_one = held[1, "an indexer"] - held[16, "an indexer"]
     assert dial_one > 5 * (held[16, "an indexer"] - held[16, "mean keys"]) > 0
 
@@ -178,8 +233,9 @@ def test_pictures_say_what_they_show() -> None:
     assert "hold 54% to 56%" in pictures.draw_dials().finding
     assert "rank 8 of 8 by its mean, rank 1 by its maximum" in pictures.draw_needle().finding
     assert "Past 64k tokens" in pictures.draw_costs().finding
+    share = f"{pictures.mean('moba', 'far'):.0%}"
     for draw in (pictures.draw_race, pictures.draw_learning):
-        assert "mean keys" in draw().finding
+        assert draw().finding.endswith(share)
     assert "by an indexer 60%" in pictures.draw_live({"msa": [0.2, 0.6]}, 0.2, 24).finding
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_tutorial.course.attempts import NoGradient
 from nsa_tutorial.course.diffs import diffs
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.texts import Texts
@@ -32,7 +33,7 @@ def needle_scores(block_size: int) -> Tensor:
 
 
 def _run_needle(solution: Callable, block_size: int) -> object:
-    """What holds of the scores: their shape, their bounds, the mean's choice, the attention."""
+    """What holds of the scores, by what is asked of them."""
     scores = solution(block_size)
     if not isinstance(scores, Tensor) or scores.shape != (2 * block_size,):
         return scores
@@ -40,12 +41,15 @@ def _run_needle(solution: Callable, block_size: int) -> object:
     mean = scores.view(2, -1).mean(1)
     share = scores.softmax(0).view(2, -1).sum(1)[1]
     bounded = scores.abs().max() <= 4 + 1e-6
-    return bool(bounded), bool(mean[0] > mean[1]), bool(share > 0.9)
+    return {
+        "within -4 and 4": bool(bounded),
+        "mean prefers block 0": bool(mean[0] > mean[1]),
+        "block 1 holds 9/10": bool(share > 0.9),
+    }
 
 
 _NEEDLE = TEXTS.exercise(
     "needle_scores", minutes=6, difficulty=1, solution=needle_scores, run=_run_needle,
-    returns=("within -4 and 4", "the mean prefers block 0", "block 1 holds nine tenths"),
     misconceptions=diffs(needle_scores, [
         ("needle[block_size // 2] = 4.0", "needle[block_size // 2] = 5.0",
          "scores beyond the bounds",
@@ -153,6 +157,18 @@ def learned_index(
     return ids, loss
 
 
+class _NoLoss(NoGradient):
+    """In place of a loss that is not there yet."""
+
+    @property
+    def told(self) -> str:
+        """What the reader is told and asked."""
+        return (
+            "Your lists hold. No loss comes with them yet: the function is to return "
+            "`ids, loss`. How far is the indexer's softmax from the attention?"
+        )
+
+
 def _run_index(solution: Callable, what: str, since: int, *arguments: object) -> object:
     """Of an answer, what a stage asks for: the lists of the queries from `since` on, the loss, or
     the loss and its gradients."""
@@ -164,6 +180,8 @@ def _run_index(solution: Callable, what: str, since: int, *arguments: object) ->
     if what == "ids":
         is_whole = isinstance(ids, Tensor) and ids.ndim > 0 and len(ids) == len(tensors[0])
         return ids[since:] if is_whole else ids
+    if loss is None and ids is not None:
+        return _NoLoss("loss")
     if what == "loss" or not isinstance(loss, Tensor):
         return loss.detach() if isinstance(loss, Tensor) else loss
     if not loss.requires_grad:
@@ -200,6 +218,7 @@ def _no_opinion() -> tuple:
 _SCORE = "(w[..., None] * products.relu()).sum(1)"
 _MAXIMUM = "visible.unflatten(1, (-1, block_size)).amax(-1)  # [N, NB]"
 _MASKED = "score.detach().masked_fill(is_hidden, -torch.inf)"
+_SORT = "of_block.sort(dim=-1, descending=True, stable=True)"
 _TARGET = "p.sum(1) / HQ"
 _P = "s.masked_fill(is_hidden[:, None], -torch.inf).softmax(-1)"
 _LOG_P = "score.masked_fill(is_hidden, -torch.inf).log_softmax(-1)"
@@ -208,6 +227,13 @@ _OWN = (  # future blocks hidden, and the rest of the own block not
     "visible.unflatten(1, (-1, block_size)).amax(-1); of_block = of_block.masked_fill("
     "torch.arange(of_block.shape[1]) > t[:, None] // block_size, -torch.inf)"
 )
+
+
+def _forced(of_block: Tensor, block_size: int, *, initial: int = 0, local: int = 1) -> Tensor:
+    """The scores of blocks, with the first ones and the latest ones above all others."""
+    block, own = torch.arange(of_block.shape[1]), torch.arange(len(of_block))[:, None] // block_size
+    is_forced = (block < initial) | (block > own - local)
+    return of_block.masked_fill(is_forced & (block <= own), torch.inf)
 
 
 def _mean_of_visible(visible: Tensor, block_size: int) -> Tensor:
@@ -234,7 +260,8 @@ def _blocks_of_best_tokens(visible: Tensor, top_n: int, block_size: int) -> Tens
 
 _INDEX = TEXTS.exercise(
     "learned_index", minutes=32, difficulty=3, solution=learned_index, run=_run_index,
-    tolerance=1e-9, forbidden=(("nsa_tutorial", "the course's own indexer"),),
+    returns=("loss", "d_main", "d_q_idx", "d_k_idx", "d_w"),
+    tolerance=1e-6, forbidden=(("nsa_tutorial", "the course's own indexer"),),
     stages=(
         Stage("one head", (
             _index("the last of 12 queries, blocks of one token, 3 slots", 12, 3, 1, seed=1,
@@ -249,14 +276,14 @@ _INDEX = TEXTS.exercise(
         Stage("the best of a block", (
             _index("8 blocks of 4, 3 slots", 32, 3, 4, HI=3, seed=6),
             _index("10 blocks of 8, 3 slots", 80, 3, 8, HI=3, seed=7),
-            _index("12 blocks of 8, 5 slots", 96, 5, 8, HI=2, seed=8),
+            _index("12 blocks of 8, 5 slots", 96, 5, 8, HI=4, seed=8),
             _index("30 tokens: the last block has 2, and all scores are negative", 30, 3, 4, HI=3,
                    seed=9, sign=-1.0),
         )),
         Stage("causal", (
-            _index("queries 16 to 39, blocks of 4", 40, 3, 4, HI=3, since=16, seed=10),
-            _index("queries 40 to 61, blocks of 8", 62, 4, 8, HI=2, since=40, seed=11),
-            _index("all weights negative, queries 16 to 39", 40, 3, 4, HI=3, since=16, seed=12,
+            _index("queries 16 to 39, blocks of 4", 40, 3, 4, HI=6, since=16, seed=10),
+            _index("queries 40 to 61, blocks of 8", 62, 4, 8, HI=6, since=40, seed=11),
+            _index("all weights negative, queries 16 to 39", 40, 3, 4, HI=6, since=16, seed=12,
                    sign=-1.0),
         )),
         Stage("short lists and ties", (
@@ -307,6 +334,14 @@ _INDEX = TEXTS.exercise(
          "a filled-up token that wins",
          "All scores may be negative, and then a 0 beats them. With what do you fill up the last "
          "block?"),
+        # -- forced --
+        (_SORT, f"_forced(of_block, block_size).{_SORT.removeprefix('of_block.')}",
+         "an own block that is forced",
+         "In chapter 07, the query's own block was always listed. Does anything force a block "
+         "here, or does its best token have to earn the place?"),
+        (_SORT, "_forced(of_block, block_size, initial=1, local=2)"
+         ".sort(dim=-1, descending=True, stable=True)", "forced blocks: the first and the latest",
+         "In NSA, three blocks were always listed (chapter 07). Does anything force a block here?"),
         # -- causal --
         ({_MASKED: "score.detach()", _MAXIMUM: _OWN}, "the future of the own block in its maximum",
          "The own block is past only up to the query itself. Over which of its tokens do you take "
@@ -330,6 +365,10 @@ _INDEX = TEXTS.exercise(
           "ids = ids.masked_fill(best": "ids = (NB - 1 - ids).masked_fill(best"},
          "ties that go to the later block",
          "After a relu, many scores are exactly 0. Which of two equal blocks comes first?"),
+        (_SORT, "of_block.topk(min(top_n, of_block.shape[1]))", "`topk`, which keeps no order "
+         "among ties",
+         "After a relu, many scores are exactly 0, and `topk` takes any of them. Which argument "
+         "of `sort` keeps equal blocks in the order of their ids?"),
     ], pairs=False) + diffs(learned_index, [
         (" * D**-0.5", "", "attention without its scale",
          "The target is the attention of the main heads. Which factor have their scores?"),
@@ -341,6 +380,14 @@ _INDEX = TEXTS.exercise(
         (_LOSS, "(torch.xlogy(target, target) - target * log_p).sum()", "a sum over the queries",
          "A longer text must not count more. By what is the sum over the queries to be divided?"),
     ]) + diffs(learned_index, [
+        ("log_p = log_p.masked_fill(is_hidden, 0)", "pass", "0 · -inf at hidden places",
+         "There the target is 0 and a logarithm is -inf, and their product is NaN, in "
+         "`F.kl_div`, too. What do you write over the -inf *before* you multiply?"),
+        ({_LOG_P: f"{_MASKED.replace('.detach()', '')}.softmax(-1).log()"},
+         "a gradient of NaN from the logarithm of 0",
+         "At hidden places the softmax is 0, and the slope of the logarithm at 0 is infinite. "
+         "Masking afterwards mends the loss, but not its gradient. Which function of PyTorch is "
+         "both in one?"),
         (_P, "s.softmax(-1).masked_fill(is_hidden[:, None], 0)",
          "a target that gave some attention to the future",
          "Then its visible part sums to less than 1. When do you hide the future, before the "

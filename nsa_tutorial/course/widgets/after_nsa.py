@@ -28,7 +28,7 @@ from nsa_tutorial.sparse.block_selection import choose
 FILE = Path(__file__).resolve().parents[3] / "assets" / "after_nsa.json"
 CHOOSERS = ("mean keys", "an indexer")
 GROUP, LATER = 3, 256  # the KV head that looks far, and its first query that counts
-WHO = {("mean keys", 16): "NSA, MoBA", ("an indexer", 16): "MSA", ("mean keys", 1): "nobody",
+WHO = {("mean keys", 16): "MoBA", ("an indexer", 16): "MSA", ("mean keys", 1): "nobody",
        ("an indexer", 1): "DSA"}  # fmt: skip
 
 # a variant of the recording, what a picture calls it, and its colour
@@ -59,7 +59,8 @@ def _group() -> tuple[Tensor, Tensor, Tensor]:
 @functools.cache
 def mask(unit: int, chooser: str, budget: int = 64) -> tuple[Tensor, float]:
     """The tokens `[N, N]` that the queries of the group read, and the share of their attention that
-    this holds, as a mean over the later half. The indexer is a perfect one: its scores are the
+    this holds, as a mean over the later half. Mean keys: each head's softmax over its scores with
+    the blocks' mean keys, added up over the heads. The indexer is a perfect one: its scores are the
     attention itself."""
     s, p, _ = _group()
     N = len(p)
@@ -68,7 +69,9 @@ def mask(unit: int, chooser: str, budget: int = 64) -> tuple[Tensor, float]:
     if chooser == "an indexer":
         score = p.masked_fill(~is_past, 0).unflatten(1, (-1, unit)).amax(-1)
     else:
-        score = s.sum(0).unflatten(1, (-1, unit)).mean(-1)
+        is_later = torch.arange(N // unit) > own[:, None]
+        score = s.unflatten(2, (-1, unit)).mean(-1).masked_fill(is_later, -torch.inf)
+        score = score.softmax(-1).sum(0)
     ids = choose(score[None, :, None], own, top_n=budget // unit, num_initial=0, num_local=1)
     ids = ids[0, :, 0].long()
     listed = torch.zeros(N, N // unit + 1, dtype=torch.bool)
@@ -236,7 +239,8 @@ def draw_race() -> Picture:
 
 
 def draw_learning(blocks: int | None = None) -> Picture:
-    """Hits of the lists, and far answers found, as the variants learn."""
+    """Hits of the lists, and far answers found, as the variants learn; the last point is the final
+    evaluation, on more texts than those on the way."""
     figure, axes = new_figure(9.2, 3.1, columns=2)
     for axis, (place, name) in zip(
         axes[0], ((2, "lists that hold the answer"), (1, "far answers found")), strict=True
@@ -246,17 +250,19 @@ def draw_learning(blocks: int | None = None) -> Picture:
             runs = rows(variant, blocks)
             step = [point[0] for point in runs[0]["progress"]]
             values = np.array([[point[place] for point in r["progress"]] for r in runs])
+            values[:, -1] = [r["found"]["hits" if place == 2 else "far"] for r in runs]
             axis.fill_between(step, values.min(0), values.max(0), color=PALETTE[colour], alpha=0.2,
                               linewidth=0)  # fmt: skip
             axis.plot(step, values.mean(0), color=PALETTE[colour], linewidth=1.9, label=label)
         axis.set(xlabel="step", ylim=(-0.03, 1.05), title=name)
         axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axes[0, 1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.02, 0.5))
-    last = [np.mean([r["progress"][-1][2] for r in rows(v, blocks)]) for v in ("msa", "moba")]
+    tokens = block_size() * (budgets()[0] if blocks is None else blocks)
+    last = [mean(v, "far", blocks) for v in ("msa", "moba")]
     return Picture(
         figure,
-        f"An indexer's blocks come to hold {last[0]:.0%} of the far answers, those of mean keys "
-        f"{last[1]:.0%}",
+        f"Far answers found with {tokens} tokens: blocks by an indexer come to {last[0]:.0%}, "
+        f"blocks by mean keys to {last[1]:.0%}",
     )
 
 
@@ -269,7 +275,7 @@ def draw_live(hits: dict[str, Sequence[float]], chance: float, every: int) -> Pi
         axis.plot([every * i for i in range(len(values))], values, "o-", color=PALETTE[colour],
                   markersize=4, label=label)  # fmt: skip
     axis.axhline(chance, color=PALETTE["faint"], linestyle="--", linewidth=1)
-    axis.text(0, chance + 0.02, "chance, for blocks", fontsize=9)
+    axis.text(0, chance + 0.02, "chance, own block forced", fontsize=9)
     axis.set(xlabel="step", ylim=(0, 1.05), ylabel="far questions whose list is a hit")
     axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axis.legend(frameon=False, fontsize=9, loc="upper left")
@@ -286,6 +292,11 @@ def _amount(x: float) -> str:
         if x >= unit:
             return f"{x / unit:.3g} {name}FLOP"
     return f"{x:.0f} FLOP"
+
+
+def _read(x: float) -> str:
+    """MiB in words."""
+    return f"{x / 1024:.3g} GiB" if x >= 1000 else f"{x:.3g} MiB"
 
 
 def length_name(N: int) -> str:
@@ -356,25 +367,26 @@ def draw_position(
     small = {128: 32, 64: 16, 1: 1}[size]  # of the 512 tokens of the real text
     place = Place(0.55, 0.62, 3.4, 1.7)
     sheet.image(place, _image(small, chooser))
-    sheet.title(place, f"a real group: {'blocks of ' + str(small) if small > 1 else 'tokens'}, "
-                       f"64 of 512 tokens")  # fmt: skip
+    what = f"blocks of {small} stand for {size}" if small > 1 else "single tokens"
+    sheet.title(place, f"64 of a real text's 512 tokens: {what}")
     sheet.below(place, {0: 0, 0.5: 256, 1: 512}, "key")
     sheet.beside(place, {0: 256, 1: 512}, "query")
     q, dense = (m.query(tokens) for m in (costs.dials(size, chooser), costs.DENSE))
     bars = (
         ("FLOP of the last query", q.choosing, q.attending, dense.attending, _amount),
-        ("MiB read for it", q.read_to_choose / 2**20, q.read_to_attend / 2**20,
-         dense.read_to_attend / 2**20, lambda x: f"{x:.3g}"),
+        ("bytes read for it", q.read_to_choose / 2**20, q.read_to_attend / 2**20,
+         dense.read_to_attend / 2**20, _read),
     )  # fmt: skip
+    scales = ((3e5, 3.5e10), (0.02, 2048))  # the same at all positions, to compare bars
     for i, (title, choosing, attending, whole, said) in enumerate(bars):
         chart = sheet.chart(Place(5.05, 0.62 + 1.2 * i, 2.2, 0.72), (0, 8), (-0.5, 2.5))
         chart.title(title)
         names = (("choosing", choosing, "compressed"), ("attending", attending, "selected"),
                  ("dense", whole, "key"))  # fmt: skip
-        smallest = min(x for _, x, _ in names) / 3
-        top = math.log10(max(x for _, x, _ in names) / smallest)
+        smallest, largest = scales[i]
+        top = math.log10(largest / smallest)
         for y, (name, value, colour) in enumerate(names):
-            length = 8 * math.log10(value / smallest) / top
+            length = 8 * math.log10(max(value, smallest) / smallest) / top
             chart.boxes([(0, 2 - y - 0.36, length, 0.72)], colour)
             chart.words([(0, 2 - y, f"{name} ")], size=8.5, ha="right")
             chart.words([(length, 2 - y, f" {said(value)}")], size=8.5, ha="left")
