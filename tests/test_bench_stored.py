@@ -35,7 +35,8 @@ ROW = Row(
 DENSE = replace(ROW, kernel="dense", lists="", ms=6.0, dense_ratio=1.0, is_right=None)
 FACTS = {"command": "x", "machine": "a GPU", "python": "3", "torch": "2", "triton": "3"}
 STORED = sorted(Path(__file__).parents[1].glob("assets/*_h200.json"))
-STORED = [path for path in STORED if not path.name.startswith("model_lists")]  # no rows of `Row`
+OTHERS = ("model_lists", "native_host")  # no rows of `Row`
+STORED = [path for path in STORED if not path.name.startswith(OTHERS)]
 
 
 # -- orders --

@@ -14,6 +14,18 @@ from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.problem import Problem
 
 
+STORED = Path(__file__).parents[2] / "assets" / "native_host_h200.json"
+
+
+def test_the_stored_run() -> None:
+    """It is whole, and its kernels' times add up."""
+    rows = [host.Row(**row) for row in json.loads(STORED.read_text())["rows"]]
+    cases = {(r.way, r.direction, r.queries, r.tokens) for r in rows}
+    assert len(cases) == len(rows) == 3 * (2 * 2 * 2 + 2) + 2
+    for row in rows:
+        assert abs(sum(us for _, us in row.kernels) / 1e3 - row.device_ms) < 1e-2 * row.device_ms
+
+
 def test_branch_by_branch_is_all_at_once() -> None:
     shape = Shape(
         tokens=200, kv_heads=1, group=2, width=16, value_width=16, block_size=64, slots=3,
