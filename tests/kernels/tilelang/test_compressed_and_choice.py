@@ -145,11 +145,13 @@ def test_weights_in_shared_memory_are_whole_before_they_are_read(arch: str) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "dtype"), [("attend", "float32"), ("dq", "float16")])
-def test_all_have_read_a_tile_before_it_is_overwritten(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"), [("attend", "float32", "shown"), ("dq", "bfloat16", "80")]
+)
+def test_all_have_read_a_tile_before_it_is_overwritten(name: str, dtype: str, shape: str) -> None:
     """Where all threads load, a step ends with a barrier on either branch: in the loop, and in the
     last steps behind it."""
-    source = cuda(name, SHAPES["shown"], dtype, "sm_80")
+    source = cuda(name, SHAPES[shape], dtype, "sm_80")
     assert len(re.findall(BARRIER + r"\} else \{", source)) == 2
 
 

@@ -130,11 +130,12 @@ SMALLEST = ("sm_90", "float16", "dkv", (2, 1, 16, 256, 64))
     ("arch", "dtype", "name", "shape"),
     [
         pytest.param(*SMALLEST, id="smallest", marks=pytest.mark.exhaustive),
-        # of the small groups, three and four say what two and five do
+        # of the small groups, three and four say what two and five do; 16, 17, 33 and 64 are those
+        # of the tests around this one
         *(
             pytest.param(*drawn(seed), marks=pytest.mark.exhaustive)
             for seed, group in enumerate(GROUPS)
-            if group not in (2, 5)
+            if group in (1, 3, 4, 8, 32)
         ),
     ],
 )
