@@ -5,7 +5,6 @@ every compression, one key/value head or several, forward and backward."""
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +162,13 @@ QUICK = {("aot_eager", "mlp", 1)}
 ELSEWHERE = {("inductor", "linear", kv_heads) for kv_heads in CASES[2]}
 
 
+@pytest.fixture(scope="module")
+def new_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for what Inductor compiles here: its cache does not notice when an operator gets
+    another argument. The cases share PyTorch's headers in it, which take seconds."""
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
 @pytest.mark.parametrize(
     ("compiler", "kind", "kv_heads"),
     [
@@ -171,12 +177,11 @@ ELSEWHERE = {("inductor", "linear", kv_heads) for kv_heads in CASES[2]}
     ],
 )
 def test_layer_in_one_graph(
-    compiler: str, kind: str, kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: str, kind: str, kv_heads: int, new_cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs and gradients; every further length is served by what the second one compiled.
     Inductor, C++ included, takes long: one length."""
-    # its cache does not notice when an operator gets another argument
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", new_cache)
     torch.manual_seed(0)
     sizes = {"query_heads": 4, "key_width": 16, "value_width": 8, "gate_width": 16, "top_n": 3}
     sizes |= {"block_size": 8, "window_size": 5, "length": 4, "stride": 2}

@@ -119,14 +119,14 @@ def shown(page: Page, number: int):
     return found
 
 
-SCREENS = [  # every pair of an application, a theme and a size
-    pytest.param(PANELS, app, theme, size, id=f"all-{app}-{theme}-{size[0]}")
-    for app, theme, size in (
-        ("lab", "light", (1280, 720)),
-        ("lab", "dark", (1440, 900)),
-        ("notebook", "light", (1440, 900)),
-        ("notebook", "dark", (1280, 720)),
-    )
+AXES = (("lab", "notebook"), ("light", "dark"), ((1280, 720), (1440, 900)))
+# A third of the panels on one screen and on its opposite: each panel in every application, theme
+# and size, and every pair of those on a page.
+SCREENS = [
+    pytest.param(PANELS[third::3], app, theme, size, id=f"{third}-{app}-{theme}-{size[0]}")
+    for third, first in enumerate(((0, 0, 0), (0, 1, 1), (0, 0, 1)))
+    for places in (first, [1 - place for place in first])
+    for app, theme, size in [[axis[place] for axis, place in zip(AXES, places, strict=True)]]
 ]
 
 
