@@ -79,6 +79,7 @@ def test_every_copy_runs_ahead(arch: str, dtype: str, shape: tuple, is_window: b
     assert "(int64_t)first_key" in source
     on_tensor_cores = "mma_sync" in source or "wgmma" in source
     assert on_tensor_cores == (dtype != "float32"), "fp32 would be rounded to TF32 there"
+    assert "tf32" not in source.lower()
 
 
 # -- windows --
