@@ -219,5 +219,9 @@ class Lab:
         self.browser.close()
         self.driver.stop()
         self.process.terminate()
-        self.process.wait(timeout=20)
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:  # it waits for kernels, and a busy machine is slow
+            self.process.kill()
+            self.process.wait()
         self.log.close()
