@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_tutorial.runtime.rounding import next_power_of_2
 from nsa_tutorial.sparse.compression import num_summaries
 
 TILE = 128  # queries: chunks begin at a multiple of it
@@ -45,7 +46,7 @@ def cells_of(M: int, *, length: int, stride: int, block_size: int, is_apart: boo
     >>> cells_of(65536, length=32, stride=16, block_size=64, is_apart=True)
     Cells(size=4, pieces=2, shares=2, per_row=1024, overlapping=5, num_blocks=1024)
     """
-    num_blocks = power_of_two(-(-M // block_size))
+    num_blocks = next_power_of_2(-(-M // block_size))
     # window starts in block_size + length - 1 consecutive tokens, at most
     overlapping = -(-(block_size + length - 1) // stride)
     size, pieces = block_size // stride, length // stride
@@ -83,11 +84,6 @@ def best_of_blocks(
         column = torch.where(exists, summary, 0)[:, None].expand_as(best)
         best = torch.fmax(best, scores.gather(-1, column).masked_fill(~exists[:, None], 0))
     return best
-
-
-def power_of_two(n: int) -> int:
-    """The least that is not below `n`."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def rows_of_a_chunk(cells: Cells, R: int, H: int) -> int:

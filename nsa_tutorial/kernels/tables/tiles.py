@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_tutorial.kernels.tables.cells import TILE, WORKSPACE, Cells, power_of_two
+from nsa_tutorial.kernels.tables.cells import TILE, WORKSPACE, Cells
+from nsa_tutorial.runtime.rounding import next_power_of_2
 
 # Past so many blocks or slots, a program no longer holds a row of scores, or finds its slots one by
 # one: `pick_many` walks the row, and `pick` does not.
@@ -36,7 +37,7 @@ def tile_starts(position: Tensor, *, skip: int, BQ: int, num_sequences: int) -> 
 def blocks_as_cells(M: int, block_size: int) -> Cells:
     """Scores with an entry for each block, in the form that `pick` reads: cells of a block."""
     num_blocks = -(-M // block_size)
-    return Cells(block_size, 1, 1, num_blocks, 1, power_of_two(num_blocks))
+    return Cells(block_size, 1, 1, num_blocks, 1, next_power_of_2(num_blocks))
 
 
 def part_size(block_size: int, BT: int) -> int:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_tutorial.kernels.tables.cells import power_of_two
+from nsa_tutorial.runtime.rounding import next_power_of_2
 
 PAIRS, MOST_HEADS = 1024, 16  # of a tile
 
@@ -149,7 +149,7 @@ def _launch(
     (B, N, H, D), num = xs[0].shape, len(xs)
     if xs[0].numel() == 0:
         return
-    BD, BH = power_of_two((D + 1) // 2), min(power_of_two(H), MOST_HEADS)
+    BD, BH = next_power_of_2((D + 1) // 2), min(next_power_of_2(H), MOST_HEADS)
     BT = max(PAIRS // (BD * BH), 1)
     counts = base is None or position is None
     if not counts:

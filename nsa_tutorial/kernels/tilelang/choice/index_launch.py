@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.kernels.tables import tiles
-from nsa_tutorial.kernels.tables.cells import power_of_two
 from nsa_tutorial.kernels.tilelang.choice.index import build_index, span_of
 from nsa_tutorial.kernels.tilelang.choice.pick import build_pick
 from nsa_tutorial.kernels.tilelang.choice.pick_many import build_pick_many
@@ -15,6 +14,7 @@ from nsa_tutorial.kernels.tilelang.compiling import compiled
 from nsa_tutorial.kernels.tilelang.compressed.launch import dtype_of, rows_of
 from nsa_tutorial.kernels.tilelang.launch_options import pick_threads, tile_sides
 from nsa_tutorial.runtime.devices import kind_of
+from nsa_tutorial.runtime.rounding import next_power_of_2
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits, shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -81,7 +81,7 @@ def pick_blocks(
     """Write the best of `scores [some, H, NC]`, which are at least 0, to `ids [R, H, top_n]`, from
     row `first_row` on."""
     (_, H, NC), top_n, device = scores.shape, ids.shape[2], kind_of(scores.device)
-    num_blocks = power_of_two(NC)
+    num_blocks = next_power_of_2(NC)
     sizes = (first_row, num_rows, num_initial, num_local)
     if num_blocks > tiles.MOST_BLOCKS or top_n > tiles.MOST_SLOTS:
         pick = compiled(build_pick_many, device, H, block_size, threads=256)

@@ -46,7 +46,7 @@ def select_blocks(
         num_rows = last_row - first_row
         num_blocks = cut.num_blocks
         if B == 1 and rows.num_sequences == 1:  # queries are in order: what they see is known
-            num_blocks = cells.power_of_two(-(-(M - N + last_row) // block_size))
+            num_blocks = next_power_of_2(-(-(M - N + last_row) // block_size))
         pick = pick_options(num_blocks)
         score_kernel[(cdiv(num_rows, options["BQ"]) * H,)](
             q, k_cmp, lse, summaries.first_key, summaries.num_visible, scores, scale * LOG2_E,

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels.tables.cells import power_of_two
 from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
 from nsa_tutorial.kernels.triton.decoding.attend import lists_kernel, summaries_and_window_kernel
 from nsa_tutorial.kernels.triton.decoding.merge import mass_kernel, merge_kernel
 from nsa_tutorial.kernels.triton.decoding.options import decoding_options
+from nsa_tutorial.runtime.rounding import next_power_of_2
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.decoding import Buffers
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
@@ -37,7 +37,7 @@ def decode_attention(
     S = top_n if chooses else block_indices.shape[3] if has_slc else 0
 
     # -- parts: by the number of programs, not by lengths --
-    num_blocks = power_of_two(-(-c.room // block_size))
+    num_blocks = next_power_of_2(-(-c.room // block_size))
     options = decoding_options(
         R * H, G, D, DV, block_size, S, num_blocks, q.element_size(), shared_memory(q.device)
     )
@@ -73,14 +73,14 @@ def decode_attention(
         mass = q.new_empty(R * H * NC, dtype=torch.float32)
         mass_kernel[(R * H, -(-NC // options.mass["BC"]))](
             scores, partial_lse, num_visible, mass, scale, H, P, NC, G=G, PC=PC,
-            PT=power_of_two(PC), GT=power_of_two(G), **options.mass,
+            PT=next_power_of_2(PC), GT=next_power_of_2(G), **options.mass,
         )  # fmt: skip
         block_indices = q.new_empty(B, n, H, top_n, dtype=torch.int32)
         pick_kernel[(R * H,)](
             mass, num_visible, position, None, block_indices, R, 0, H, NC, top_n, NUM_INITIAL,
             NUM_LOCAL, length, stride, BS=block_size, C=1, SHARES=1,
             K=-(-(block_size + length - 1) // stride), NB=num_blocks, HAS_COUNTS=False,
-            NT=power_of_two(top_n), **options.pick,
+            NT=next_power_of_2(top_n), **options.pick,
         )  # fmt: skip
 
     # -- the lists --
@@ -95,7 +95,7 @@ def decode_attention(
     given = [o if gate is None else gate.contiguous() for gate in gates]  # o: not read
     merge_kernel[(R * HQ,)](
         partials, partial_lse, *given, o, P, DV=DV, PC=PC, PW=PW, PL=PL,
-        **{name: power_of_two(max(x, 1)) for name, x in
+        **{name: next_power_of_2(max(x, 1)) for name, x in
            {"PCT": PC, "PWT": PW, "PLT": PL}.items()},
         DVT=tiles["DVT"], **options.merge,
     )  # fmt: skip

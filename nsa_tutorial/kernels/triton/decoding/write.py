@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_tutorial.kernels.tables.cells import power_of_two
 from nsa_tutorial.kernels.triton.decoding.attend import page_row
+from nsa_tutorial.runtime.rounding import next_power_of_2
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def write_summaries(
 def _sizes(targets: Sequence[Tensor], page_size: int, table: Tensor | None) -> dict[str, object]:
     """What both kernels are compiled for: numbers of a key and of a value, and the pages."""
     NK, NV = (x.shape[2] * x.shape[3] for x in targets[:2])
-    block = min(1024, power_of_two(max(NK, NV)))
+    block = min(1024, next_power_of_2(max(NK, NV)))
     return {"NK": NK, "NV": NV, "PAGE": page_size, "IS_PAGED": table is not None, "BLOCK": block}
 
 
