@@ -24,6 +24,9 @@ LAUNCH_TABLE = (
     (256, 128, 2, 1),
 )
 
+# tokens of a step and stages of a walk that gathers them, of which the first that fits is taken
+TOKEN_STEPS = ((64, 2), (32, 2), (32, 1), (16, 2))
+
 
 def tile_rows(n: int) -> int:
     """`n` rounded up to what the tensor cores take: a multiple of 16."""
@@ -67,6 +70,49 @@ def block_tokens(G: int, D: int, DV: int, itemsize: int, shared_memory: int = SH
         return (GT * DT + BT * (DT + DVT) + weights) * itemsize + 1024
 
     return first_that_fits([(128,), (64,), (32,), (16,)], size, shared_memory)[0]
+
+
+def token_options(
+    G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`GR, BT, threads, num_stages` of a walk along a list of tokens, or of blocks of a few: heads
+    of a program, of one group, and tokens of a step. Arguments as in `dq_options`."""
+    GR, DT, DVT = token_sides(G, D, DV, itemsize)
+
+    def size(BT: int, num_stages: int) -> int:
+        """Bytes of queries, of tokens, of weights, and some."""
+        tiles = GR * DT + num_stages * BT * (DT + DVT) + GR * BT
+        return tiles * itemsize + 8 * BT + 1024
+
+    BT, num_stages = first_that_fits([*TOKEN_STEPS, (16, 1)], size, shared_memory)
+    threads = launch_options(GR, D, DV, BT)["threads"]
+    return {"GR": GR, "BT": BT, "threads": threads, "num_stages": num_stages}
+
+
+def token_gradient_options(
+    G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY, adds: bool = False
+) -> dict[str, int]:
+    """The same for the gradients of such a walk; with `adds`, those of keys and values stand in
+    registers, too, and want four warps. Arguments as in `dq_options`."""
+    GR, DT, DVT = token_sides(G, D, DV, itemsize)
+
+    def size(BT: int, num_stages: int) -> int:
+        """Bytes of rows, of tokens, of weights and gradients, and of some numbers a row."""
+        tiles = (GR + num_stages * BT) * (DT + DVT) + 2 * GR * BT
+        return tiles * itemsize + 8 * (GR + 2 * BT) + 1024
+
+    BT, num_stages = first_that_fits([*TOKEN_STEPS[1:], (16, 1)], size, shared_memory)
+    threads = launch_options(GR, D, DV, BT)["threads"]
+    threads = max(128, threads) if adds else threads
+    return {"GR": GR, "BT": BT, "threads": threads, "num_stages": num_stages}
+
+
+def token_sides(G: int, D: int, DV: int, itemsize: int) -> tuple[int, int, int]:
+    """`GR, DT, DVT`: heads of a program and widths, rounded up. In fp32 16 heads: its products are
+    no matter of tensor cores, and more heads would find no room. Four warps that share 16 heads
+    want 32 columns."""
+    GT, *sides = tile_sides(G, D, DV)
+    return 16 if itemsize == 4 else GT, *(-(-side // 32) * 32 for side in sides)
 
 
 def dq_options(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+from nsa_tutorial.runtime.cached_options import cached_options
 from nsa_tutorial.runtime.rounding import next_power_of_2
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
@@ -31,7 +32,7 @@ LAUNCH_TABLE = (
 )
 
 
-@functools.cache
+@cached_options
 def tile_sizes(G: int, D: int, DV: int) -> dict[str, int]:
     """`GT, DT, DVT`: a group and its widths, rounded up to what a tile's side may be."""
     return {"GT": _side(G), "DT": _side(D), "DVT": _side(DV)}
@@ -55,7 +56,7 @@ def shrinking(*sides: int, num_stages: int) -> Iterator[tuple[int, ...]]:
             yield (*smaller, 1)
 
 
-@functools.cache
+@cached_options
 def launch_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -84,7 +85,7 @@ def launch_options(
 QUERY_TILES = ((64, 3), (64, 2), (64, 1), (32, 1), (16, 1))
 
 
-@functools.cache
+@cached_options
 def query_tile_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -107,7 +108,7 @@ def query_tile_options(
     return {"T": TR // GP, "BT": BT, "num_warps": max(4, TR // 16), "num_stages": num_stages}
 
 
-@functools.cache
+@cached_options
 def query_tile_dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -116,7 +117,7 @@ def query_tile_dq_options(
     return _for_dq(options, options["T"] * next_power_of_2(G), D, DV, itemsize, shared_memory)
 
 
-@functools.cache
+@cached_options
 def dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -147,7 +148,7 @@ def _for_dq(
     return options | {"BT": BT, "num_stages": num_stages}
 
 
-@functools.cache
+@cached_options
 def dkv_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -199,7 +200,7 @@ DKV_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (
 FP32_TILES = ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
 
 
-@functools.cache
+@cached_options
 def attend_options(
     D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -214,7 +215,7 @@ def attend_options(
     )  # fmt: skip
 
 
-@functools.cache
+@cached_options
 def score_options(D: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> dict[str, int]:
     """`BQ, BT, num_warps, num_stages` of the scores that choose. Arguments as in
     `launch_options`."""
@@ -228,7 +229,7 @@ def score_options(D: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> 
     )  # fmt: skip
 
 
-@functools.cache
+@cached_options
 def pick_options(num_blocks: int) -> dict[str, int]:
     """`BR, num_warps` of the choice: lists of a program, whose scores have to fit the registers.
     Few blocks leave room for more lists, and a single warp need not synchronise."""
@@ -237,7 +238,7 @@ def pick_options(num_blocks: int) -> dict[str, int]:
     return {"BR": max(1, min(16, 512 // num_blocks)), "num_warps": 1}
 
 
-@functools.cache
+@cached_options
 def summary_dq_options(
     D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -251,7 +252,7 @@ def summary_dq_options(
     )  # fmt: skip
 
 
-@functools.cache
+@cached_options
 def summary_dkv_options(
     D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -284,7 +285,7 @@ WINDOW_FP32_TILES = ((256, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 
 WINDOW_FP32_DKV_TILES = ((128, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
 
 
-@functools.cache
+@cached_options
 def window_options(
     G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -295,7 +296,7 @@ def window_options(
     return options | {"BE": _step_at_the_ends(G, options["BQ"], options["BT"], 16)}
 
 
-@functools.cache
+@cached_options
 def window_dq_options(
     G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -305,7 +306,7 @@ def window_dq_options(
     return options | {"BE": _step_at_the_ends(G, options["BQ"], options["BT"], 32)}
 
 
-@functools.cache
+@cached_options
 def window_dkv_options(
     D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:

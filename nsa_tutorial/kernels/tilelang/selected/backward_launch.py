@@ -1,8 +1,9 @@
 """What the operators call for gradients on the TileLang backend: of lists, of windows, or of both,
 on CUDA tensors, or on CPU tensors through C.
 
-`selected.backward` holds the kernels, `tables.chunks` what the keys' kernel walks. Gradients are
-the same to the bit from run to run.
+`selected.backward` holds the kernels, `selected.tokens_backward` that for blocks of a few tokens,
+and `tables.chunks` what the keys' kernel walks. Gradients are the same to the bit from run to run,
+but for those of keys and values in blocks of a few tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from torch import Tensor
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tables import chunks as backward_tables
 from nsa_tutorial.kernels.tilelang.compiling import compiled
-from nsa_tutorial.kernels.tilelang.launch_options import dkv_options, dkv_sides, dq_options
-from nsa_tutorial.kernels.tilelang.selected import backward
+from nsa_tutorial.kernels.tilelang.launch_options import (
+    dkv_options,
+    dkv_sides,
+    dq_options,
+    token_gradient_options,
+)
+from nsa_tutorial.kernels.tilelang.selected import backward, tokens_backward
+from nsa_tutorial.kernels.tilelang.selected.launch import split_long_blocks
+from nsa_tutorial.kernels.tokens import adds_by_atomics, gathers
 from nsa_tutorial.runtime.devices import kind_of
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -152,7 +160,13 @@ def _gradients(
     sizes = (H, G, v.shape[2])
     delta_kernel = compiled(backward.build_delta, kind_of(q.device), *sizes, dtype=call.dtype)
     delta_kernel(o, d_o, lse, d_lse, delta, lse2)
-    d_slot_scale = gradient_of_queries(call, d_q.view(q.shape))
+    if not window_size and gathers(tile):
+        if adds_by_atomics(q):
+            d_slot_scale = all_gradients_of_tokens(call, d_q.view(q.shape), d_k, d_v)
+            return d_q, d_k, d_v, d_slot_scale
+        d_slot_scale = gradients_of_tokens(call, d_q.view(q.shape))
+    else:
+        d_slot_scale = gradient_of_queries(call, d_q.view(q.shape))
     gradients_of_keys_and_values(call, d_k.view(k.shape), d_v.view(v.shape))
     return d_q, d_k, d_v, d_slot_scale
 
@@ -176,6 +190,35 @@ def gradient_of_queries(call: Backward, d_q: Tensor) -> Tensor | None:
         rows.num_visible, d_q, d_slot_scale, c.scale, c.scale * LOG2_E,
     )  # fmt: skip
     return None if c.slot_scale is None else d_slot_scale.unflatten(-1, (-1, parts)).sum(-1)
+
+
+def gradients_of_tokens(call: Backward, d_q: Tensor, *sums: Tensor) -> Tensor | None:
+    """The same for blocks of a few tokens; adds the gradients of keys and values to `sums`, fp32,
+    `[B * M, H, D]` and `[B * M, H, DV]`, if there are any."""
+    c, (H, G, D, DV) = call, call.sizes[:4]
+    kinds = {"has_factors": c.slot_scale is not None, "adds": bool(sums)}
+    options = token_gradient_options(G, D, DV, **c.memory, adds=bool(sums))
+    tokens, _ = split_long_blocks(c.ids, c.tile, 1, room=1)
+    slot_scale = c.no_factors
+    if c.slot_scale is not None:  # the tokens of a block share its factor
+        slot_scale = c.slot_scale.repeat_interleave(c.tile, dim=-1)
+    d_slot_scale = torch.zeros_like(slot_scale)
+    sums = sums or (c.lse.new_empty(0, H, D), c.lse.new_empty(0, H, DV))
+    build, device = tokens_backward.build_gradients, kind_of(d_q.device)
+    compiled(build, device, H, G, D, DV, c.dtype, **kinds, **options)(
+        c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, tokens, slot_scale, c.rows.first_key,
+        c.rows.num_visible, d_q, d_slot_scale, *sums, c.scale, c.scale * LOG2_E,
+    )  # fmt: skip
+    return None if c.slot_scale is None else d_slot_scale.unflatten(-1, (-1, c.tile)).sum(-1)
+
+
+def all_gradients_of_tokens(call: Backward, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> Tensor | None:
+    """The same, and write those of keys and values, in whatever order they come."""
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (d_k, d_v)]
+    d_slot_scale = gradients_of_tokens(call, d_q, *(x.flatten(0, 1) for x in sums))
+    d_k.copy_(sums[0])
+    d_v.copy_(sums[1])
+    return d_slot_scale
 
 
 def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> None:

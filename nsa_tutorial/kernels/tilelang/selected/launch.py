@@ -1,8 +1,9 @@
 """What the operators call on the TileLang backend: lists, windows, or both, by the kernel of
-`selected.forward`.
+`selected.forward`, and lists of tokens, or of blocks of a few, by that of
+`selected.tokens_forward`.
 
-Blocks that are too long for a tile are cut in parts, and a window becomes rows that see nothing
-before it.
+Blocks that are too long for a tile are cut in parts, blocks of a few tokens into tokens, and a
+window becomes rows that see nothing before it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.kernels.tilelang.launch_options import block_tokens
+from nsa_tutorial.kernels.tilelang.selected import tokens_forward
 from nsa_tutorial.kernels.tilelang.selected.forward import launch
+from nsa_tutorial.kernels.tokens import gathers
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -29,9 +32,13 @@ def selected_forward(
     """The lists; arguments and results as in `selected_attention.forward`, on CUDA tensors, or on
     CPU tensors through C. `out` is where `o` and `lse` go."""
     token_bytes = (k.shape[-1] + v.shape[-1]) * q.element_size()
-    ids, part_size = split_long_blocks(ids, block_size, token_bytes, _room(q, v))
+    room = 1 if gathers(block_size) else _room(q, v)
+    ids, part_size = split_long_blocks(ids, block_size, token_bytes, room)
     if slot_scale is not None:  # the parts of a block share its factor
         slot_scale = slot_scale.repeat_interleave(block_size // part_size, dim=-1)
+    if gathers(block_size):
+        given = {"scale": scale, "slot_scale": slot_scale, "out": out}
+        return tokens_forward.launch(q, k, v, ids, rows, **given)
     sizes = {"block_size": part_size, "scale": scale, "slot_scale": slot_scale}
     return launch(q, k, v, ids, rows, **sizes, out=out)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa_tutorial.kernels.tokens import adds_by_atomics, gathers
 from nsa_tutorial.kernels.triton.descriptors import token_boxes
 from nsa_tutorial.kernels.triton.launch_options import dkv_options, dq_options, edge
 from nsa_tutorial.kernels.triton.selected import (
@@ -24,7 +25,6 @@ from nsa_tutorial.kernels.triton.selected import (
 from nsa_tutorial.kernels.triton.selected.forward_tma import can_walk
 from nsa_tutorial.kernels.triton.selected.launch import WORTHWHILE, order_taken
 from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
-from nsa_tutorial.kernels.triton.selected.tokens_forward import gathers
 from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, Unions
 from nsa_tutorial.kernels.triton.window.launch import window_backward
 from nsa_tutorial.runtime.order import Order
@@ -65,7 +65,7 @@ def selected_backward(
         return *by_key_blocks_backward.all_gradients(call), None
     d_q, d_k, d_v = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
-    if order is Order.QUERIES and gathers(block_size) and tokens_backward.adds_by_atomics(q):
+    if order is Order.QUERIES and gathers(block_size) and adds_by_atomics(q):
         tokens_backward.all_gradients(call, d_q, d_k, d_v, d_slot_scale)
         return d_q, d_k, d_v, d_slot_scale
     if order is Order.QUERY_TILES:

@@ -3,9 +3,8 @@ and how much fits its workspace."""
 
 from __future__ import annotations
 
-import functools
-
 from nsa_tutorial.kernels.triton.launch_options import shrinking, tile_sizes
+from nsa_tutorial.runtime.cached_options import cached_options
 from nsa_tutorial.runtime.rounding import cdiv, next_power_of_2
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
@@ -36,7 +35,7 @@ def chunk_length(G: int) -> int:
     return max(1, CHUNK_ROWS // G)
 
 
-@functools.cache
+@cached_options
 def merge_sizes(G: int, DV: int) -> dict[str, int]:
     """`BG, BM, num_warps` of `merge_kernel`: heads of a group, and partials of a list, at a
     time."""
@@ -62,7 +61,7 @@ def size_of_a_run(
     return heads, cdiv(R, cdiv(R, max(1, most // heads)))
 
 
-@functools.cache
+@cached_options
 def partial_options(
     D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -87,7 +86,7 @@ def partial_options(
     return options
 
 
-@functools.cache
+@cached_options
 def gradient_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:

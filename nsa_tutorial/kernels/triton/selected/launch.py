@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa_tutorial.kernels.tokens import gathers
 from nsa_tutorial.kernels.triton import unions
 from nsa_tutorial.kernels.triton.selected import (
     by_key_blocks,
@@ -75,7 +76,7 @@ def order_of(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, block_size: int) -
     tile."""
     if not q.is_cuda or q.element_size() != 2 or len(ids) < FEWEST_ROWS:
         return Order.QUERIES
-    if tokens_forward.gathers(block_size):  # nothing to share, and no tile of keys to stay
+    if gathers(block_size):  # nothing to share, and no tile of keys to stay
         return Order.QUERIES
     G = q.shape[2] // k.shape[2]
     if G <= SMALL_GROUP:
@@ -111,7 +112,7 @@ def by_queries(
     """Write the outputs with one query in a program. `skipped` are unions, on Hopper, whose tiles
     are done already."""
     sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale, "out": out}
-    if tokens_forward.gathers(block_size):
+    if gathers(block_size):
         tokens_forward.launch(q, k, v, ids, rows, **sizes)
     elif forward_tma.can_walk(q, k, v, block_size):
         done = {} if skipped is None else {"count": skipped.count, "T": skipped.T}

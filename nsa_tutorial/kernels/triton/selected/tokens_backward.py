@@ -118,11 +118,6 @@ def gradient_kernel(
     tl.store(GradQ + q_offset, acc_dq.to(GradQ.dtype.element_ty), mask=q_mask)
 
 
-def adds_by_atomics(q: Tensor) -> bool:
-    """Whether the gradients of keys and values may be added in any order, and in long sums."""
-    return q.element_size() == 2 and not torch.are_deterministic_algorithms_enabled()
-
-
 def queries_alone(call: ListsCall, d_q: Tensor, d_slot_scale: Tensor | None) -> None:
     """Write the gradients of the queries, and of the slots' factors."""
     _launch(call, d_q, d_slot_scale)

@@ -21,13 +21,6 @@ from nsa_tutorial.kernels.triton.selected import forward
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-SIZES = (1, 2, 4, 8)  # tokens of a block that is gathered
-
-
-def gathers(block_size: int) -> bool:
-    """Whether blocks are so short that a step gathers tokens of several."""
-    return block_size in SIZES
-
 
 @triton.jit
 def count_slots(block_list, S, num_blocks, WIDTH: tl.constexpr):
@@ -132,8 +125,8 @@ def launch(
     block_size: int, scale: float, slot_scale: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None, **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the kernel: arguments and results as in `selected.forward.launch`, for blocks that it
-    `gathers`."""
+    """Run the kernel: arguments and results as in `selected.forward.launch`, for blocks that
+    `kernels.tokens` gathers."""
     sizes = {"block_size": block_size, "scale": scale}
     grid, given = forward.arguments(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
     if out is not None:
