@@ -49,6 +49,7 @@ class Member:
         window: latest tokens that are attended to as well.
         every: a summary for so many tokens; 0 for none. Summaries are attended to (`all`) or
             listed (`listed`) or only choose (`choose`), by `summaries`.
+        length: tokens of a summary, all of them in the text; 0 for `every`.
         HI, DI: heads and width of an indexer, 0 for none.
         index_every: tokens for each of its keys.
     """
@@ -68,10 +69,13 @@ class Member:
     DI: int = 128
     index_every: int = 1
     is_one_row: bool = False
+    length: int = 0
 
     def query(self, N: int, itemsize: int = 2) -> Query:
         """The last query of `N` tokens."""
-        entries = N // self.every if self.every else 0
+        entries = 0
+        if self.every:
+            entries = max((N - (self.length or self.every)) // self.every + 1, 0)
         row = (self.D if self.is_one_row else self.D + self.DV) * itemsize
         choosing = read = 0
         if self.HI:
@@ -92,7 +96,7 @@ MEMBERS = (
     Member("MoBA", "arXiv 2502.13189, section 3.3", 32, 8, 128, 128, 4096, 12, every=4096,
            summaries="choose"),
     Member("NSA", "arXiv 2502.11089, section 4.1", 64, 4, 192, 128, 64, 16, 512, every=16,
-           summaries="all"),
+           summaries="all", length=32),
     Member("MSA", "arXiv 2606.13392; transformers, minimax_m3_vl", 64, 4, 128, 128, 128, 16, HI=4),
     Member("DSA", "arXiv 2512.02556; transformers, deepseek_v32", 128, 1, 576, 512, 1, 2048, HI=64,
            is_one_row=True),

@@ -21,6 +21,25 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
+class _Said(NoGradient):
+    """In place of an answer that is of another kind than asked for: what the reader is told."""
+
+    @property
+    def told(self) -> str:
+        """What the reader is told and asked."""
+        return self.argument
+
+
+_FLOATS = _Said(
+    "The ids came back as floats. They are indices, and those are whole numbers. In which line "
+    "does your tensor of ids get its dtype?"
+)
+_NO_LOSS = _Said(
+    "Your lists hold. No loss comes with them yet: the function is to return "
+    "`ids, loss`. How far is the indexer's softmax from the attention?"
+)
+
+
 # -- needle_scores --
 
 
@@ -35,8 +54,12 @@ def needle_scores(block_size: int) -> Tensor:
 def _run_needle(solution: Callable, block_size: int) -> object:
     """What holds of the scores, by what is asked of them."""
     scores = solution(block_size)
+    if scores is None:
+        return None
     if not isinstance(scores, Tensor) or scores.shape != (2 * block_size,):
-        return scores
+        is_tensor = isinstance(scores, Tensor)
+        came = f"shape {list(scores.shape)}" if is_tensor else f"type {type(scores).__name__}"
+        return _Said(f"Got {came}, expected a tensor of shape [{2 * block_size}].")
     scores = scores.detach().double()
     mean = scores.view(2, -1).mean(1)
     share = scores.softmax(0).view(2, -1).sum(1)[1]
@@ -49,7 +72,7 @@ def _run_needle(solution: Callable, block_size: int) -> object:
 
 
 _NEEDLE = TEXTS.exercise(
-    "needle_scores", minutes=6, difficulty=1, solution=needle_scores, run=_run_needle,
+    "needle_scores", minutes=7, difficulty=1, solution=needle_scores, run=_run_needle,
     misconceptions=diffs(needle_scores, [
         ("needle[block_size // 2] = 4.0", "needle[block_size // 2] = 5.0",
          "scores beyond the bounds",
@@ -87,11 +110,15 @@ def _run_entries(solution: Callable, *sizes: int) -> object:
     ids = solution(*sizes)
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return ids
+    if ids.is_floating_point():
+        return _FLOATS
     return [sorted(i for i in row if i != -1) for row in ids.tolist()]
 
 
+_COUNT = "max((N - length) // stride + 1, 0)"
+
 _ENTRIES = TEXTS.exercise(
-    "entry_lists", minutes=7, difficulty=2, solution=entry_lists, run=_run_entries,
+    "entry_lists", minutes=8, difficulty=2, solution=entry_lists, run=_run_entries,
     misconceptions=diffs(entry_lists, [
         ("M_c + window", "window", "tokens that are called by their position",
          "Summaries stand in front, so token 0 is not key 0. Which key is it?"),
@@ -112,12 +139,22 @@ _ENTRIES = TEXTS.exercise(
         ("summary = torch.where(summary * stride + length <= t + 1, summary, -1)", "pass",
          "summaries of the future",
          "All queries read all summaries. Which of them have ended by query `t`?"),
-    ]),
+    ]) + diffs(entry_lists, [
+        (_COUNT, "N // stride", "summaries counted by their strides",
+         "The last one has to be whole, too. How many summaries of 4 every 2 lie in 9 tokens, and "
+         "which of them would end with token 9, which is not there (chapter 06)?"),
+        (_COUNT, _COUNT.removeprefix("max(").removesuffix(", 0)"),
+         "fewer than no summaries",
+         "A text may be much shorter than a summary. What does your count of summaries say then?"),
+        ({_COUNT: _COUNT.removeprefix("max(").removesuffix(", 0)"),
+          "torch.arange(M_c)": "torch.arange(max(M_c, 0))"}, "fewer than no summaries"),
+    ], pairs=False),
     cases=(
         Case("6 tokens, summaries of 2 every 2, a window of 2", lambda: (6, 2, 2, 2)),
         Case("9 tokens, summaries of 4 every 2, a window of 3", lambda: (9, 4, 2, 3)),
         Case("20 tokens, summaries of 5 every 3, a window of 4", lambda: (20, 5, 3, 4)),
         Case("fewer tokens than a summary has", lambda: (3, 4, 4, 2)),
+        Case("far fewer tokens than a summary has", lambda: (3, 8, 2, 2)),
     ),
 )  # fmt: skip
 
@@ -157,38 +194,30 @@ def learned_index(
     return ids, loss
 
 
-class _NoLoss(NoGradient):
-    """In place of a loss that is not there yet."""
-
-    @property
-    def told(self) -> str:
-        """What the reader is told and asked."""
-        return (
-            "Your lists hold. No loss comes with them yet: the function is to return "
-            "`ids, loss`. How far is the indexer's softmax from the attention?"
-        )
-
-
 def _run_index(solution: Callable, what: str, since: int, *arguments: object) -> object:
     """Of an answer, what a stage asks for: the lists of the queries from `since` on, the loss, or
     the loss and its gradients."""
     *tensors, top_n, block_size = arguments
+    names = "q_idx", "k_idx", "w"
     if what == "gradients":
         tensors = [x.clone().requires_grad_() for x in tensors]
     got = solution(*tensors, top_n, block_size)
     ids, loss = got if isinstance(got, tuple) and len(got) == 2 else (got, None)
     if what == "ids":
+        if isinstance(ids, Tensor) and ids.is_floating_point():
+            return _FLOATS
         is_whole = isinstance(ids, Tensor) and ids.ndim > 0 and len(ids) == len(tensors[0])
         return ids[since:] if is_whole else ids
     if loss is None and ids is not None:
-        return _NoLoss("loss")
+        return _NO_LOSS
     if what == "loss" or not isinstance(loss, Tensor):
         return loss.detach() if isinstance(loss, Tensor) else loss
     if not loss.requires_grad:
-        return loss, False, *[torch.zeros(1)] * 3
+        return loss, False, *map(NoGradient, names)
     found = torch.autograd.grad(loss, tensors, allow_unused=True)
     is_main = any(d is not None and bool(d.any()) for d in found[:2])
-    return loss.detach(), is_main, *(torch.zeros(1) if d is None else d for d in found[2:])
+    of_indexer = zip(found[2:], names, strict=True)
+    return loss.detach(), is_main, *(NoGradient(name) if d is None else d for d, name in of_indexer)
 
 
 def _index(
@@ -259,7 +288,7 @@ def _blocks_of_best_tokens(visible: Tensor, top_n: int, block_size: int) -> Tens
 
 
 _INDEX = TEXTS.exercise(
-    "learned_index", minutes=32, difficulty=3, solution=learned_index, run=_run_index,
+    "learned_index", minutes=35, difficulty=3, solution=learned_index, run=_run_index,
     returns=("loss", "d_main", "d_q_idx", "d_k_idx", "d_w"),
     tolerance=1e-6, forbidden=(("nsa_tutorial", "the course's own indexer"),),
     stages=(
@@ -349,6 +378,9 @@ _INDEX = TEXTS.exercise(
         (_MASKED, "score.detach()", "blocks of the future",
          "Query 16 must not know token 17. What do you do to scores of later tokens before you "
          "take a maximum?"),
+        (_MASKED, "score.detach().masked_fill(is_hidden, 0)", "hidden scores set to 0",
+         "A maximum and a softmax take a 0 for a score like any other, and it beats all negative "
+         "ones. Which score loses against everything?"),
         ("t > t[:, None]", "t >= t[:, None]", "a query that does not see itself",
          "A query attends to its own token, too. Is a token at the query's position hidden?"),
         # -- lists --
@@ -392,6 +424,16 @@ _INDEX = TEXTS.exercise(
          "a target that gave some attention to the future",
          "Then its visible part sums to less than 1. When do you hide the future, before the "
          "softmax or after it?"),
+        (_P, "s.softmax(-1)", "a target that sees the future",
+         "Attention is causal, and the target is what attention does. Which scores does query `t` "
+         "not have?"),
+        ({_P: "s.softmax(-1)", "log_p = log_p.masked_fill(is_hidden, 0)": "pass"},
+         "a target that sees the future"),
+        (_P, "s.masked_fill(is_hidden[:, None], 0).softmax(-1)", "hidden scores at 0 in a softmax",
+         "The exponential of 0 is 1, so hidden tokens keep a part of the sum. Which score has an "
+         "exponential of 0?"),
+        (_LOG_P, "score.masked_fill(is_hidden, 0).log_softmax(-1)",
+         "hidden scores at 0 in a softmax"),
         (_TARGET, "p.sum(1)", "a target that is not normalised",
          "Each head's attention sums to 1. To what does the sum over the group come?"),
         (_TARGET, "p[:, 0]", "the attention of one head",
@@ -400,6 +442,12 @@ _INDEX = TEXTS.exercise(
          "adding up scores where attention is meant",
          "A head with large scores then decides alone (chapter 07). In which order do softmax and "
          "sum come?"),
+        (_TARGET, "s.sum(1).masked_fill(is_hidden, -torch.inf).softmax(-1)",
+         "adding up scores where attention is meant"),
+        (_LOSS, "(torch.xlogy(p, p).sum(-1).mean(1) - (target * log_p).sum(-1)).mean()",
+         "a mean of the heads' divergences",
+         "It has the same gradient, but is 0 only if all heads agree. The group reads *one* list. "
+         "What stands first, the sum over its heads or the divergence?"),
         (_TARGET, "p.amax(1) / p.amax(1).sum(-1, keepdim=True)",
          "a maximum over the heads", "How do the heads of a group come to one target?"),
         (_LOSS, "(log_p.exp().masked_fill(is_hidden, 0) * (log_p - target.clamp(min=1e-30).log()))"

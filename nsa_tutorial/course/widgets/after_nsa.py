@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa_tutorial.course import heads
 from nsa_tutorial.course import indexing_costs as costs
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.figures import INKS, PALETTE, Picture, new_figure
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.sparse.block_selection import choose
@@ -28,19 +28,20 @@ from nsa_tutorial.sparse.block_selection import choose
 FILE = Path(__file__).resolve().parents[3] / "assets" / "after_nsa.json"
 CHOOSERS = ("mean keys", "an indexer")
 GROUP, LATER = 3, 256  # the KV head that looks far, and its first query that counts
-WHO = {("mean keys", 16): "MoBA", ("an indexer", 16): "MSA", ("mean keys", 1): "nobody",
-       ("an indexer", 1): "DSA"}  # fmt: skip
+# the colour of who chooses, in all pictures but the masks; lines of single tokens are dashed
+COLOURS = {"mean keys": "compressed", "an indexer": "selected"}
 
-# a variant of the recording, what a picture calls it, and its colour
+# a variant of the recording, what a picture calls it, and its colour: that of who chooses
 NAMES = {
     "dense": ("dense", "key"),
-    "nsa": ("NSA, three branches", "own block"),
+    "nsa": ("NSA, three branches", "compressed"),
     "top": ("tokens by all scores", "value"),
-    "dsa": ("tokens by an indexer", "window"),
+    "dsa": ("tokens by an indexer", "selected"),
     "msa": ("blocks by an indexer", "selected"),
     "moba": ("blocks by mean keys", "compressed"),
     "any": ("blocks at random", "line"),
 }
+OF_TOKENS = ("top", "dsa")
 
 
 # -- one real group of heads --
@@ -102,10 +103,7 @@ def draw_dials() -> Picture:
                         extent=(0, 512, 512, LATER))  # fmt: skip
             what = "4 blocks of 16" if unit == 16 else "64 tokens"
             share = mask(unit, chooser)[1]
-            axis.set_title(
-                f"{WHO[chooser, unit]}: {what} by {chooser} hold {share:.0%}",
-                fontsize=10,
-            )
+            axis.set_title(f"{what} by {chooser} hold {share:.0%}", fontsize=10)
             axis.set_xticks([] if row == 0 else [0, 256, 512])
             axis.set_yticks([] if column else [256, 512])
         axes[row, 0].set_ylabel("query", fontsize=9)
@@ -253,7 +251,8 @@ def draw_learning(blocks: int | None = None) -> Picture:
             values[:, -1] = [r["found"]["hits" if place == 2 else "far"] for r in runs]
             axis.fill_between(step, values.min(0), values.max(0), color=PALETTE[colour], alpha=0.2,
                               linewidth=0)  # fmt: skip
-            axis.plot(step, values.mean(0), color=PALETTE[colour], linewidth=1.9, label=label)
+            axis.plot(step, values.mean(0), "--" if variant in OF_TOKENS else "-",
+                      color=PALETTE[colour], linewidth=1.9, label=label)  # fmt: skip
         axis.set(xlabel="step", ylim=(-0.03, 1.05), title=name)
         axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axes[0, 1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.02, 0.5))
@@ -266,16 +265,18 @@ def draw_learning(blocks: int | None = None) -> Picture:
     )
 
 
-def draw_live(hits: dict[str, Sequence[float]], chance: float, every: int) -> Picture:
-    """Hits of short runs: by variant, after every so many steps."""
+def draw_live(hits: dict[str, Sequence[float]], chance: dict[str, float], every: int) -> Picture:
+    """Hits of short runs: by variant, after every so many steps, and what chance would find in the
+    places of its lists that are free."""
     figure, axes = new_figure(7.6, 2.8)
     axis = axes[0, 0]
     for variant, values in hits.items():
         label, colour = NAMES[variant]
         axis.plot([every * i for i in range(len(values))], values, "o-", color=PALETTE[colour],
                   markersize=4, label=label)  # fmt: skip
-    axis.axhline(chance, color=PALETTE["faint"], linestyle="--", linewidth=1)
-    axis.text(0, chance + 0.02, "chance, own block forced", fontsize=9)
+        axis.axhline(chance[variant], color=PALETTE[colour], linestyle=":", linewidth=1.6)
+        axis.text(1.01, chance[variant], f"chance {chance[variant]:.0%}", fontsize=9, va="center",
+                  color=INKS[colour], transform=axis.get_yaxis_transform())  # fmt: skip
     axis.set(xlabel="step", ylim=(0, 1.05), ylabel="far questions whose list is a hit")
     axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axis.legend(frameon=False, fontsize=9, loc="upper left")
@@ -312,11 +313,11 @@ def draw_costs() -> Picture:
     lines = {
         "dense attention": ("key", "-", lambda N: costs.DENSE.query(N).attending),
         "choosing tokens by their keys": (
-            "own block", "--", lambda N: costs.dials(1, "mean keys").query(N).choosing),
+            COLOURS["mean keys"], "--", lambda N: costs.dials(1, "mean keys").query(N).choosing),
         "choosing by an indexer": (
-            "selected", "-", lambda N: costs.dials(128, "an indexer").query(N).choosing),
+            COLOURS["an indexer"], "-", lambda N: costs.dials(128, "an indexer").query(N).choosing),
         "choosing blocks by mean keys": (
-            "compressed", "-", lambda N: costs.dials(128, "mean keys").query(N).choosing),
+            COLOURS["mean keys"], "-", lambda N: costs.dials(128, "mean keys").query(N).choosing),
         "attending to 2,048 tokens": (
             "text", ":", lambda N: costs.dials(128, "mean keys").query(N).attending),
     }  # fmt: skip
@@ -381,7 +382,7 @@ def draw_position(
     for i, (title, choosing, attending, whole, said) in enumerate(bars):
         chart = sheet.chart(Place(5.05, 0.62 + 1.2 * i, 2.2, 0.72), (0, 8), (-0.5, 2.5))
         chart.title(title)
-        names = (("choosing", choosing, "compressed"), ("attending", attending, "selected"),
+        names = (("choosing", choosing, COLOURS[chooser]), ("attending", attending, "text"),
                  ("dense", whole, "key"))  # fmt: skip
         smallest, largest = scales[i]
         top = math.log10(largest / smallest)

@@ -64,7 +64,7 @@ def _hits(run: Run, batches: int, distance: Tensor, far: Tensor) -> dict:
     if not far.any():
         return {}
     if isinstance(layer, ListedAttention):
-        unit, slots, forced = layer.unit, layer.slots, 1
+        unit, slots, forced = layer.unit, layer.slots, layer.forced
     elif isinstance(layer, SparseAttention) and layer.variant != "no-selection":
         unit, slots, forced = s.block_size, s.top_n, 3
     else:

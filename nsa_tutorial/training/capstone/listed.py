@@ -42,6 +42,7 @@ class ListedAttention(nn.Module):
     Attributes:
         unit: tokens of what is listed.
         slots: length of a list.
+        forced: how many of the latest units are always listed, 1.
         lists: while it is a list, each forward adds its lists `[B, N, H, slots]` to it.
         loss: what the indexer has to learn in the last forward, a scalar, or None.
     """
@@ -51,6 +52,7 @@ class ListedAttention(nn.Module):
         self.settings = s = settings
         self.unit = 1 if s.attention in OF_TOKENS else s.block_size
         self.slots = s.top_n * s.block_size // self.unit
+        self.forced = 1
         self.lists: list[Tensor] | None = None
         self.loss: Tensor | None = None
         self.q = nn.Linear(s.width, s.query_heads * s.head_width, bias=False)
@@ -90,7 +92,7 @@ class ListedAttention(nn.Module):
         if indexed is not None:
             lists = ops.index_blocks(
                 *indexed, kv_heads=kv_heads, top_n=self.slots, block_size=self.unit,
-                backend=backend,
+                num_local=self.forced, backend=backend,
             )  # fmt: skip
             self.loss = indexer.kl_loss(q, k, *indexed, kv_heads=kv_heads)
         else:
@@ -123,7 +125,7 @@ class ListedAttention(nn.Module):
         """The lists `[B, N, H, slots]` of the best units."""
         own = torch.arange(of_unit.shape[2], device=of_unit.device) // self.unit
         score = of_unit.transpose(1, 2)
-        return choose(score, own, top_n=self.slots, num_initial=0, num_local=1)
+        return choose(score, own, top_n=self.slots, num_initial=0, num_local=self.forced)
 
     def _keep(self, lists: Tensor) -> None:
         if self.lists is not None:
