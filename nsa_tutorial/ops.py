@@ -64,8 +64,8 @@ def selected_attention(
             the same for all query heads of a group. An id that is negative, in the query's future
             or past the end is an empty slot. The same block twice in a row counts twice:
             `check_block_indices` finds it.
-        block_size: tokens per block; 1 makes lists of tokens. Of blocks of 1, 2, 4 and 8, Triton
-            gathers the tokens of several slots at a time; in half precision, it then adds up the
+        block_size: tokens per block; 1 makes lists of tokens. Of blocks of 1, 2, 4 and 8, kernels
+            gather the tokens of several slots at a time; in half precision, they then add up the
             gradients of keys and values in an order that differs from run to run, unless PyTorch is
             told to be deterministic.
         block_counts: only the first so many slots of a row are read: an int, or `[B, N, H]`; None

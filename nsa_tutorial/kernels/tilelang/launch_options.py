@@ -24,7 +24,8 @@ LAUNCH_TABLE = (
     (256, 128, 2, 1),
 )
 
-# tokens of a step and stages of a walk that gathers them, of which the first that fits is taken
+# tokens of a step and stages of a walk that gathers them; the first that fits is taken. No choice
+# was measured.
 TOKEN_STEPS = ((64, 2), (32, 2), (32, 1), (16, 2))
 
 

@@ -6,7 +6,6 @@ Where they may not, `adds` is off, and the kernel writes the queries' gradients 
 `backward_launch` compiles and runs it.
 """
 
-import torch
 from tilelang import language as T
 from tvm import tirx
 
@@ -30,7 +29,7 @@ def build_gradients(
     rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), T.dynamic("S")
     num_factors = S if has_factors else T.dynamic("num_factors")
     num_sums = keys if adds else T.dynamic("num_sums")
-    _, DT, DVT = token_sides(G, D, DV, torch.finfo(getattr(torch, dtype)).bits // 8)
+    _, DT, DVT = token_sides(G, D, DV, 4 if dtype == "float32" else 2)
     PARTS = -(-G // GR)  # programs of a group
     others = 8 + 3 * has_factors + 8 * adds  # statements of a step besides its loads
     ahead = stages(num_stages, 2, others) if num_stages > 1 else {"num_stages": 0}

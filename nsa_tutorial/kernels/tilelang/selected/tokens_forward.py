@@ -40,7 +40,7 @@ def build_kernel(
     `launch_options.token_options` has them."""
     rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), T.dynamic("S")
     num_factors = S if has_factors else T.dynamic("num_factors")
-    _, DT, DVT = token_sides(G, D, DV, torch.finfo(getattr(torch, dtype)).bits // 8)
+    _, DT, DVT = token_sides(G, D, DV, 4 if dtype == "float32" else 2)
     PARTS = -(-G // GR)  # programs of a group
     others = 15 if has_factors else 14  # statements of a step besides its loads
     ahead = stages(num_stages, 2, others) if num_stages > 1 else {"num_stages": 0}
