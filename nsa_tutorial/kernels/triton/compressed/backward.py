@@ -85,12 +85,12 @@ def dq_kernel(
 def walk_query_run(
     acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart, RowEnd,
     head, scale_log2, H,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, CHECK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Adds to `acc_dk [BT, DT]` and `acc_dv [BT, DVT]` what the queries `start … stop - 1` give,
-    `BR` a step, head by head of a group. Without `MASK` they are whole steps, and all see the whole
-    tile."""
+    `BR` a step, head by head of a group. Without `MASK` all see the whole tile; without `CHECK`
+    they are whole steps, and all are to be read."""
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
     rows = tl.arange(0, BR)
@@ -105,7 +105,7 @@ def walk_query_run(
         in_rows = rows < stop - step  # [BR]
         q_mask = width < D
         do_mask = value_width < DV
-        if MASK:
+        if CHECK:
             lse = tl.load(LSE2 + row + rows * HQ, mask=in_rows, other=float("inf"))
             is_read = tl.abs(lse) < float("inf")  # [BR]
             q_mask = is_read[:, None] & q_mask
@@ -124,7 +124,8 @@ def walk_query_run(
         if MASK:
             row_start = tl.load(RowStart + step + rows, mask=in_rows, other=0)
             row_end = tl.load(RowEnd + step + rows, mask=in_rows, other=0)
-            row_end = tl.where(lse == float("inf"), 0, row_end)
+            if CHECK:
+                row_end = tl.where(lse == float("inf"), 0, row_end)
             is_seen = (key >= row_start) & (key < row_end)  # [BT, BR]
             p = tl.where(is_seen, p, 0.0)
 
@@ -174,31 +175,33 @@ def dkv_kernel(
     acc_dv = tl.zeros([BT, DVT], tl.float32)
 
     # -- who sees the tile in part --
-    # Rows ascend: those that see the tile in part come first, and are masked. So are the last few,
-    # which fill no step, and all of them where one is not to be read, or where the tile has
-    # summaries of two sequences.
+    # Rows ascend: those that see the tile in part come first, and their steps are masked; all steps
+    # are, where the tile has summaries of two sequences. Each row of a step is checked in the last
+    # step, which is not full, and everywhere where a row is not to be read.
     edge = first_row + tl.arange(0, EDGE)  # [EDGE]
     row_end = tl.load(RowEnd + edge, mask=edge < stop_row, other=MOST)
     is_partial = row_end < tl.minimum(first_key + BT, num_keys)
     num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
     unread = NumUnread + head * (R + 1)
+    is_checked = tl.load(unread + stop_row) > tl.load(unread + first_row)
     is_masked = (num_partial == EDGE) | (tl.load(RowStart + stop_row - 1) > first_key)
-    is_masked |= tl.load(unread + stop_row) > tl.load(unread + first_row)
-    whole_row = tl.where(is_masked, stop_row, first_row + num_partial)
-    rest_row = whole_row + (stop_row - whole_row) // BR * BR
+    rest_row = tl.where(is_checked, first_row, stop_row - (stop_row - first_row) % BR)
+    whole_row = tl.minimum(first_row + tl.cdiv(num_partial, BR) * BR, rest_row)
+    whole_row = tl.where(is_masked, rest_row, whole_row)
 
     # -- walk --
     key = first_key + tokens[:, None]  # [BT, 1]
-    for part in range(2):
-        start = tl.where(part == 0, first_row, rest_row)
-        stop = tl.where(part == 0, whole_row, stop_row)
-        acc_dk, acc_dv = walk_query_run(
-            acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart,
-            RowEnd, head, scale_log2, H, G, D, DV, True, DT, DVT, BR,
-        )  # fmt: skip
+    acc_dk, acc_dv = walk_query_run(
+        acc_dk, acc_dv, k_tile, v_tile, key, first_row, whole_row, Q, GradO, Delta, LSE2, RowStart,
+        RowEnd, head, scale_log2, H, G, D, DV, True, False, DT, DVT, BR,
+    )  # fmt: skip
     acc_dk, acc_dv = walk_query_run(
         acc_dk, acc_dv, k_tile, v_tile, key, whole_row, rest_row, Q, GradO, Delta, LSE2, RowStart,
-        RowEnd, head, scale_log2, H, G, D, DV, False, DT, DVT, BR,
+        RowEnd, head, scale_log2, H, G, D, DV, False, False, DT, DVT, BR,
+    )  # fmt: skip
+    acc_dk, acc_dv = walk_query_run(
+        acc_dk, acc_dv, k_tile, v_tile, key, rest_row, stop_row, Q, GradO, Delta, LSE2, RowStart,
+        RowEnd, head, scale_log2, H, G, D, DV, True, True, DT, DVT, BR,
     )  # fmt: skip
 
     # -- store --
