@@ -52,6 +52,7 @@ def native_sparse_attention(
     block_indices: Tensor | None, block_counts: Tensor | None, slot_scale: Tensor | None,
     num_keys: int, top_n: int, cu_seqlens: Tensor | None, block_size: int, window_size: int,
     length: int, stride: int, scale: float, backend: str, order: str, learn_choice: bool,
+    nonnegative_gates: bool,
 ) -> Tensor:  # fmt: skip
     """`ops.native_sparse_attention` over the keys and values of each branch; `compressed` holds
     summaries. If `window` is empty, it shares the keys and values of `selected`. Without `g_cmp`
@@ -61,8 +62,8 @@ def native_sparse_attention(
     are_chosen = block_indices is None and not learn_choice
     if len(gates) == 3 and are_chosen and takes_all_at_once(backend, order):
         sizes = (num_keys, top_n, block_size, window_size, length, stride, scale)
-        pairs = (compressed, selected, window)
-        return branches_at_once(q, *pairs, gates, block_counts, cu_seqlens, *sizes)[0]
+        given = (q, compressed, selected, window, gates, block_counts, cu_seqlens)
+        return branches_at_once(*given, *sizes, nonnegative_gates)[0]
 
     # -- compression --
     if g_cmp is not None:

@@ -26,20 +26,23 @@ def branches_at_once(
     q: Tensor, compressed: list[Tensor], selected: list[Tensor], window: list[Tensor],
     gates: list[Tensor], block_counts: Tensor | None, cu_seqlens: Tensor | None, num_keys: int,
     top_n: int, block_size: int, window_size: int, length: int, stride: int, scale: float,
+    nonnegative_gates: bool,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """`ops.native_sparse_attention` with three gates, choosing its blocks, on the Triton backend.
 
     Args:
         compressed, selected, window: keys and values of each branch; without `compressed`,
             summaries are means of `selected`, and without `window`, it has those of `selected`.
+        nonnegative_gates: for the backward alone.
 
     Returns:
         The gated sum; and for the backward: the three outputs `[B, N, HQ, DV]`, their `lse
         [3, B, N, HQ]`, the lists `[B, N, H, top_n]`, the summaries, empty if they were given, and
         where rows and tokens stand (`kernels.triton.rows`), `[5, B * N]` and `[2, B * M]` int32,
-        the latter empty for packed sequences.
+        the latter empty for packed sequences; and `[1]` int32, whether a key or a value is not
+        finite (`kernels.triton.native.Outputs`).
     """
     function = backends.load(BACKENDS, "branches_at_once", "triton", q)
     if q.numel() == 0:
@@ -59,13 +62,13 @@ def branches_at_once(
     ids = ids if slots == top_n else F.pad(ids, (0, top_n - slots), value=-1)
     summaries = [q.new_empty(0), q.new_empty(0)] if compressed else found.summaries
     places = (found.of_rows, found.of_tokens)
-    return found.o, *found.branches, found.lse, ids, *summaries, *places
+    return found.o, *found.branches, found.lse, ids, *summaries, *places, found.is_bad
 
 
 @branches_at_once.register_fake
 def _(
     q, compressed, selected, window, gates, block_counts, cu_seqlens, num_keys, top_n, block_size,
-    window_size, length, stride, scale,
+    window_size, length, stride, scale, nonnegative_gates,
 ):  # fmt: skip
     return _empty(q, compressed, selected, cu_seqlens, num_keys, top_n, length, stride)
 
@@ -86,7 +89,7 @@ def _empty(
     ]
     of_rows = ids.new_empty(5, B * N)
     of_tokens = ids.new_empty(2, B * num_keys) if cu_seqlens is None else ids.new_empty(0)
-    return *outputs, lse, ids, *summaries, of_rows, of_tokens
+    return *outputs, lse, ids, *summaries, of_rows, of_tokens, ids.new_empty(1)
 
 
 def _sizes(
@@ -106,7 +109,7 @@ def branches_at_once_backward(
     d_o: Tensor, outputs: list[Tensor], q: Tensor, compressed: list[Tensor],
     selected: list[Tensor], window: list[Tensor], gates: list[Tensor], cu_seqlens: Tensor | None,
     num_keys: int, top_n: int, block_size: int, window_size: int, length: int, stride: int,
-    scale: float,
+    scale: float, nonnegative_gates: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of `q`, then of `compressed`, `selected`, `window` and `gates`, one after the
     other; `outputs` is what `branches_at_once` returned."""
@@ -116,11 +119,12 @@ def branches_at_once_backward(
         return [x.new_zeros(x.shape) for x in inputs]
     sizes = (num_keys, top_n, block_size, window_size, length, stride)
     choice, window_size = _sizes(*sizes)
-    o, *branches, lse, ids, k_cmp, v_cmp, of_rows, of_tokens = outputs
-    found = (o, branches, lse, ids, compressed or [k_cmp, v_cmp], of_rows, of_tokens)
+    o, *branches, lse, ids, k_cmp, v_cmp, of_rows, of_tokens, is_bad = outputs
+    found = (o, branches, lse, ids, compressed or [k_cmp, v_cmp], of_rows, of_tokens, is_bad)
     given = (q, compressed, selected, window, gates)
     num_sequences = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     options = {"choice": choice, "window_size": window_size, "scale": scale}
+    options["nonnegative_gates"] = nonnegative_gates
     d_q, *others = function(d_o, found, *given, num_sequences=num_sequences, **options)
     return [d_q, *(x for gradients in others for x in gradients)]
 

@@ -410,6 +410,7 @@ def native_sparse_attention(
     block_counts: Tensor | int | None = 16,
     slot_scale: Tensor | None = None,
     learn_choice: bool = False,
+    nonnegative_gates: bool = False,
     block_size: int = 64,
     window_size: int = 512,
     length: int = 32,
@@ -439,6 +440,9 @@ def native_sparse_attention(
             scores: the output stays the same, and `q` and the summaries get the gradient of the
             selection. It costs about `top_n * (block_size + length) / stride` more scores per
             query and head, in plain PyTorch, and lists are walked in the order `"queries"`.
+        nonnegative_gates: promise that no gate is below 0, as after a sigmoid. Where Triton takes
+            all parts in one call, the backward then folds the gates into the weights, and makes no
+            gradient of each branch's output; a gate below 0 would make gradients NaN.
         block_size, window_size, length, stride: of the branches.
         backend: of every part: means, attention to them, the choice of blocks, selected attention
             and the window, and the gated sum. On the kernels, selection and window share a call; on
@@ -454,6 +458,7 @@ def native_sparse_attention(
     checks.check_order(order, backend)
     sizes = _check_sizes(block_size, window_size, length, stride)
     lists = (block_indices, block_counts, slot_scale)
+    checks.check_bool("nonnegative_gates", nonnegative_gates)
     lists = _check_branches(q, k, gates, *lists, learn_choice, k.shape[1], block_size)
     check_no_tangent(
         "native_sparse_attention", q=q, k=k, v=v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa,
@@ -464,7 +469,7 @@ def native_sparse_attention(
     if g_cmp is not None and not at_once:  # all at once makes them itself
         summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens, "backend": backend}
         summaries = [compress(k, **summary), compress(v, **summary)]
-    rest = (*lists, cu_seqlens, *sizes, scale, backend, order, learn_choice)
+    rest = (*lists, cu_seqlens, *sizes, scale, backend, order, learn_choice, nonnegative_gates)
     return _attend_and_gate()(q, summaries, [k, v], [], *gates, *rest)
 
 
@@ -472,9 +477,9 @@ def three_branches(
     q: Tensor, compressed: Sequence[Tensor], selected: Sequence[Tensor], window: Sequence[Tensor],
     gates: Sequence[Tensor | None], *, num_keys: int, block_indices: Tensor | None = None,
     block_counts: Tensor | int | None = 16, slot_scale: Tensor | None = None,
-    learn_choice: bool = False, block_size: int = 64, window_size: int = 512, length: int = 32,
-    stride: int = 16, scale: float | None = None, cu_seqlens: Tensor | None = None,
-    backend: str = "auto", order: str = "auto",
+    learn_choice: bool = False, nonnegative_gates: bool = False, block_size: int = 64,
+    window_size: int = 512, length: int = 32, stride: int = 16, scale: float | None = None,
+    cu_seqlens: Tensor | None = None, backend: str = "auto", order: str = "auto",
 ) -> Tensor:  # fmt: skip
     """`native_sparse_attention` over keys and values that the branches may have of their own.
 
@@ -505,9 +510,10 @@ def three_branches(
     checks.check_order(order, backend)
     sizes = _check_sizes(block_size, window_size, length, stride)
     lists = (block_indices, block_counts, slot_scale)
+    checks.check_bool("nonnegative_gates", nonnegative_gates)
     lists = _check_branches(q, keys, gates, *lists, learn_choice, num_keys, block_size)
     check_no_tangent("three_branches", q=q, **pairs, gates=gates, slot_scale=slot_scale)
-    rest = (*lists, cu_seqlens, *sizes, scale, backend, order, learn_choice)
+    rest = (*lists, cu_seqlens, *sizes, scale, backend, order, learn_choice, nonnegative_gates)
     return _attend_and_gate()(q, *pairs.values(), *gates, *rest)
 
 

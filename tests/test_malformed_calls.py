@@ -79,7 +79,16 @@ def three_branches(**call: object) -> Tensor:
 
 QKV = {"q": Q, "k": K, "v": V}
 PAIR = {"k": "selected[0]", "v": "selected[1]"}
-ALL = {**GATES, **SIZES, **WINDOW, **SHARED, **LISTS, "learn_choice": False, "order": "auto"}
+ALL = {
+    **GATES,
+    **SIZES,
+    **WINDOW,
+    **SHARED,
+    **LISTS,
+    "learn_choice": False,
+    "nonnegative_gates": False,
+    "order": "auto",
+}
 OWN = {"include_own_block": False, "order": "auto"}
 OPERATORS = {
     "selected": Operator(
@@ -207,7 +216,7 @@ for role in (*INTS, "window_size", "block_counts"):
     wrong |= {} if role in ("num_initial", "num_local", "block_counts") else {"0": 0}
     for name, value in wrong.items():
         CASES[f"{role}: {name}"] = (role, {role: value})
-for role in ("return_lse", "include_own_block", "causal", "learn_choice"):
+for role in ("return_lse", "include_own_block", "causal", "learn_choice", "nonnegative_gates"):
     for name, value in {"int": 1, "None": None, "tensor": torch.tensor(True)}.items():
         CASES[f"{role}: {name}"] = (role, {role: value})
 for role in ("backend", "order"):

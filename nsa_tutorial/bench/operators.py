@@ -116,7 +116,7 @@ def native(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     o = ops.native_sparse_attention(
         p.q, p.k, p.v, *(p.tensors[x] for x in GATES), block_counts=s.slots,
         block_size=s.block_size, window_size=p.window_size, length=s.length, stride=s.stride,
-        backend=backend,
+        nonnegative_gates=True, backend=backend,
     )  # fmt: skip
     return (o,)
 

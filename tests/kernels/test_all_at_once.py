@@ -32,7 +32,7 @@ PROBLEMS = {
 def draw(
     dtype: torch.dtype, device: str, *, B: int = 1, N: int, M: int, H: int = 1, G: int = 2,
     D: int = 16, DV: int = 32, cu: tuple[int, ...] | None = None, is_apart: bool = False,
-    has_counts: bool = False, is_spoiled: bool = False,
+    has_counts: bool = False, is_spoiled: bool = False, nonnegative_gates: bool = False,
 ) -> tuple[list[Tensor], Callable[[], Tensor]]:  # fmt: skip
     """The inputs that have gradients, and the call."""
     g = torch.Generator().manual_seed(N)
@@ -43,9 +43,12 @@ def draw(
     q, k, v = x(B, N, H * G, D), x(B, M, H, D), x(B, M, H, DV)
     gates = [x(B, N, H * G) for _ in range(3)]
     gates[0][:, N // 2 :] = 0  # no loss asks for these
+    gates[1][:, 1::2, 0] = 0  # nor for the first head of these
+    gates = [y.abs() for y in gates] if nonnegative_gates else gates
     if is_spoiled:
         k[:, M // 2], v[:, 3], q[:, 11] = float("inf"), float("nan"), float("nan")
     options = SIZES | {"backend": "triton", "block_counts": 4}
+    options["nonnegative_gates"] = nonnegative_gates
     if cu is not None:
         options["cu_seqlens"] = torch.tensor(cu, dtype=torch.int32, device=device)
     if has_counts:
@@ -89,6 +92,39 @@ def test_the_same_as_branch_by_branch(
             x, y = x.float(), y.float()
             assert torch.equal(x.isnan(), y.isnan())
             assert (x - y).nan_to_num(0, 0, 0).norm() <= 2**-8 * y.nan_to_num(0, 0, 0).norm()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+@pytest.mark.parametrize(("dtype", "device"), PLACES)
+def test_gates_are_folded_into_the_weights(
+    problem: dict, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are the same, and NaN where they are NaN; no gradient of an output is made."""
+    skip_unless_runs("triton", device, dtype)
+    found = []
+    for is_folded in (True, False):
+        inputs, call = draw(dtype, device, **problem, nonnegative_gates=True)
+        if not is_folded:
+            monkeypatch.setattr(compositions, "takes_all_at_once", lambda *_: False)
+        o = call()
+        d_o = torch.linspace(-1, 1, o.numel(), device=device, dtype=dtype).view(o.shape)
+        found.append(torch.autograd.grad(o, inputs, d_o))
+    error = 2**-18 if dtype == torch.float32 else 2**-7
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x.isfinite(), y.isfinite())
+        x, y = (g.float().nan_to_num(0, 0, 0) for g in (x, y))
+        assert (x - y).norm() <= error * y.norm()
+
+
+def test_a_gate_below_0_that_was_promised_not_to_be() -> None:
+    """Its row's gradients say so, and those of no other row."""
+    skip_unless_runs("triton", "cpu", torch.float32)
+    inputs, call = draw(torch.float32, "cpu", N=40, M=40, nonnegative_gates=True)
+    with torch.no_grad():
+        inputs[4][0, 17, 1] = -0.5  # of the selection
+    o = call()
+    d_q = torch.autograd.grad(o, inputs[0], torch.ones_like(o))[0]
+    assert d_q.isnan().any(-1).nonzero().tolist() == [[0, 17, 1]]
 
 
 class Operations(TorchDispatchMode):

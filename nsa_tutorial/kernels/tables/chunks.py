@@ -21,7 +21,7 @@ WORKSPACE = 2**28  # bytes for the shares of tiles that are cut into chunks
 CHUNK_ROWS = {2: 2**14, 4: 2**8}
 # A short text has few chunks of that length: they are cut into so many programs, several for each
 # of a GPU's some 130 multiprocessors, as long as one still walks `SHORTEST` rows.
-PROGRAMS, SHORTEST = 512, 2**10
+PROGRAMS, SHORTEST = 1536, 2**10
 
 
 class Tables(NamedTuple):
@@ -97,7 +97,7 @@ def long_enough(walked: int, G: int, itemsize: int) -> int:
     `walked` of them.
 
     >>> long_enough(2**22, 16, 2), long_enough(2**17, 16, 2)  # of 65,536 tokens, and of 2,048
-    (1024, 256)
+    (1024, 128)
     """
     enough = -(-walked // (PROGRAMS * 64)) * 64  # whole steps of a program
     return min(CHUNK_ROWS[itemsize] // G, max(enough, SHORTEST // G))

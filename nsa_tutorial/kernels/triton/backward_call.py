@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,29 +53,29 @@ class BackwardCall:
         found = {"d_o": d_o, "q": q, "k": k, "v": v, "lse": lse, "delta": delta, "lse2": lse2}
         return cls(**found, rows=rows, **others)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The kernels' `G, D, DV`."""
         (HQ, D), (H, DV) = self.q.shape[2:], self.v.shape[2:]
         return {"G": HQ // H, "D": D, "DV": DV}
 
-    @property
+    @cached_property
     def tiles(self) -> dict[str, int]:
         """The kernels' `GT, DT, DVT`."""
         return tile_sizes(**self.sizes)
 
-    @property
+    @cached_property
     def widths(self) -> dict[str, int]:
         """The kernels' `DT, DVT`."""
         return {name: self.tiles[name] for name in ("DT", "DVT")}
 
-    @property
+    @cached_property
     def memory(self) -> dict[str, int]:
         """What the choice of options needs besides the sizes."""
         itemsize = self.q.element_size()
         return {"itemsize": itemsize, "shared_memory": shared_memory(self.q.device)}
 
-    @property
+    @cached_property
     def scales(self) -> tuple[float, float]:
         """The kernels' `scale, scale_log2`."""
         return self.scale, self.scale * LOG2_E

@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.runtime.rounding import cdiv, next_power_of_2
 
-LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 TILE = 4096  # numbers of an output that a program takes
 
 
@@ -103,76 +101,11 @@ def gate_backward_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def gradient_of_branch(
-    d_o, Gate, BranchOutput, LSE, GradGate, GradOutput, Delta, LSE2, rows, in_rows, offsets,
-    in_bounds, BG: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of one branch, and what its backward asks of each row."""
-    gate = tl.load(Gate + rows, mask=in_rows, other=0.0).to(tl.float32)  # [BG * GP]
-    o_tile = tl.load(BranchOutput + offsets, mask=in_bounds, other=0.0).to(tl.float32)
-    d_gate = tl.sum(d_o * o_tile, axis=1)
-    d_output = (gate[:, None] * d_o).to(GradOutput.dtype.element_ty)
-    tl.store(GradGate + rows, d_gate.to(GradGate.dtype.element_ty), mask=in_rows)
-    tl.store(GradOutput + offsets, d_output, mask=in_bounds)
-
-    # -- as in `selected.backward.delta_kernel` --
-    do_tile = d_output.to(tl.float32)
-    lse = tl.load(LSE + rows, mask=in_rows, other=0.0)
-    asks = tl.max((do_tile != 0).to(tl.int32), axis=1)
-    finite = tl.min((tl.abs(do_tile) < float("inf")).to(tl.int32), axis=1)
-    finite &= (tl.abs(lse) < float("inf")).to(tl.int32)
-    is_spoiled = tl.min(tl.reshape(finite, [BG, GP]), axis=1, keep_dims=True) == 0  # [BG, 1]
-    is_asked = tl.max(tl.reshape(asks, [BG, GP]), axis=1, keep_dims=True) > 0
-    lse2 = tl.where(is_spoiled, float("nan"), tl.reshape(lse * LOG2_E, [BG, GP]))
-    lse2 = tl.reshape(tl.where(is_asked, lse2, float("inf")), [BG * GP])
-    tl.store(Delta + rows, tl.sum(do_tile * o_tile, axis=1), mask=in_rows)
-    tl.store(LSE2 + rows, lse2, mask=in_rows)
-
-
-@triton.jit(do_not_specialize=["num_groups"])
-def branch_backward_kernel(
-    GradSum, Gate0, Gate1, Gate2, Output0, Output1, Output2, LSE,
-    GradGate0, GradGate1, GradGate2, GradOutput0, GradOutput1, GradOutput2, Delta, LSE2, num_groups,
-    G: tl.constexpr, DV: tl.constexpr, BG: tl.constexpr, GP: tl.constexpr, DVT: tl.constexpr,
-):  # fmt: skip
-    """`gate_backward_kernel` of three branches, and what `selected.backward.delta_kernel` computes
-    for each of them, in one reading: from `LSE [3, R]` also `Delta` and `LSE2 [3, R]`. The grid is
-    `(cdiv(num_groups, BG),)`; a group is the `G` rows of a query and a key/value head, padded to
-    `GP`."""
-    # -- locate the program --
-    index = tl.arange(0, BG * GP)
-    group = tl.program_id(0) * BG + index // GP
-    in_rows = (group < num_groups) & (index % GP < G)
-    rows = group.to(tl.int64) * G + index % GP  # [BG * GP]
-    columns = tl.arange(0, DVT)
-    in_bounds = in_rows[:, None] & (columns < DV)
-    offsets = rows[:, None] * DV + columns
-    R = num_groups.to(tl.int64) * G
-
-    # -- load --
-    d_o = tl.load(GradSum + offsets, mask=in_bounds, other=0.0).to(tl.float32)
-
-    # -- branch by branch --
-    gradient_of_branch(
-        d_o, Gate0, Output0, LSE, GradGate0, GradOutput0, Delta, LSE2, rows, in_rows, offsets,
-        in_bounds, BG, GP,
-    )  # fmt: skip
-    gradient_of_branch(
-        d_o, Gate1, Output1, LSE + R, GradGate1, GradOutput1, Delta + R, LSE2 + R, rows, in_rows,
-        offsets, in_bounds, BG, GP,
-    )  # fmt: skip
-    gradient_of_branch(
-        d_o, Gate2, Output2, LSE + 2 * R, GradGate2, GradOutput2, Delta + 2 * R, LSE2 + 2 * R, rows,
-        in_rows, offsets, in_bounds, BG, GP,
-    )  # fmt: skip
-
-
 def gated_sum(gates: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
     """The outputs `[B, N, HQ, DV]`, each times its gate `[B, N, HQ]`, added up in fp32; on CUDA
     tensors, or interpreted on CPU tensors. There are one to three, all of them used."""
     total = torch.empty_like(outputs[0], memory_format=torch.contiguous_format)
-    pointers = (*_three(gates), *_three(outputs), total)
+    pointers = (*three(gates), *three(outputs), total)
     launch(gate_kernel, pointers, len(gates), *total.shape)
     return total
 
@@ -182,28 +115,9 @@ def gated_sum_backward(
     d_outputs: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """Write the gradients of `gated_sum` into `d_gates` and `d_outputs`, which are contiguous."""
-    pointers = (d_o.contiguous(), *_three(gates), *_three(outputs))
-    pointers = (*pointers, *_three(d_gates), *_three(d_outputs))
+    pointers = (d_o.contiguous(), *three(gates), *three(outputs))
+    pointers = (*pointers, *three(d_gates), *three(d_outputs))
     launch(gate_backward_kernel, pointers, len(gates), *d_o.shape)
-
-
-def branch_backward(
-    d_o: Tensor, gates: Sequence[Tensor], outputs: Sequence[Tensor], lse: Tensor, H: int
-) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """The gradients of three gates `[B, N, HQ]` and outputs `[B, N, HQ, DV]`, and the numbers with
-    which the branches' backwards begin (`BackwardCall`), `[3, B * N, H, G]` each, `delta` and
-    `lse2`; `lse [3, B, N, HQ]` are the outputs', contiguous."""
-    B, N, HQ, DV = d_o.shape
-    d_gates = [g.new_empty(g.shape) for g in gates]
-    d_outputs = [o.new_empty(o.shape) for o in outputs]
-    delta, lse2 = (lse.new_empty(3, B * N, H, HQ // H) for _ in range(2))
-    GP, DVT = next_power_of_2(HQ // H), next_power_of_2(DV)
-    BG = max(TILE // 2 // (GP * DVT), 1)  # three branches: half as many numbers
-    branch_backward_kernel[(cdiv(B * N * H, BG),)](
-        d_o.contiguous(), *_three(gates), *_three(outputs), lse, *d_gates, *d_outputs, delta, lse2,
-        B * N * H, G=HQ // H, DV=DV, BG=BG, GP=GP, DVT=DVT, num_warps=2,
-    )  # fmt: skip
-    return d_gates, d_outputs, delta, lse2
 
 
 def launch(
@@ -216,7 +130,7 @@ def launch(
     kernel[(cdiv(R, BR),)](*pointers, R, NUM=num, DV=DV, BR=BR, DVT=DVT, num_warps=4)
 
 
-def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
+def three(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Three contiguous tensors; the last one is repeated for missing branches, unread."""
     found = [x.contiguous() for x in tensors]
     return found + [found[-1]] * (3 - len(found))

@@ -158,13 +158,16 @@ def dkv_options(
     row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
     BT, BR = min(64, _side(BS)), 64
     num_stages = 2 if G >= 16 else 3  # small groups gather more rows for a step
+    choices = list(shrinking(BT, BR, num_stages=num_stages))
+    if BS % 128 == 0 and G >= 16 and itemsize == 2 and row_bytes <= 512:
+        choices.insert(0, (128, BR, num_stages))  # rows of a block of 128 are gathered once
     BT, BR, num_stages = first_that_fits(
-        list(shrinking(BT, BR, num_stages=num_stages)),
+        choices,
         lambda BT, BR, stages: BT * row_bytes + (stages * row_bytes + 2 * BT * itemsize) * BR,
         shared_memory,
     )  # fmt: skip
     # the accumulators of wide keys and values do not fit the registers of 4 warps
-    num_warps = 8 if tiles["DT"] + tiles["DVT"] > 256 else 4
+    num_warps = 8 if tiles["DT"] + tiles["DVT"] > 256 or BT > 64 else 4
     return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
 
 
@@ -196,7 +199,7 @@ def _fitting(
 ATTEND_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
 SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1))
 DQ_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
-DKV_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+DKV_TILES = ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1))
 FP32_TILES = ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
 
 

@@ -2,9 +2,9 @@
 fewer launches, because what the branches share is made once.
 
 The rows are located once (`rows`); in the backward one kernel reads the gradient of the sum and
-gives each branch what it begins with (`gates.branch_backward_kernel`), and the branches add the
-gradients of queries, keys and values to one tensor each. On a short text that decides: there the
-device waits for Python.
+gives each branch what it begins with (`gates_at_once`), and the branches add the gradients of
+queries, keys and values to one tensor each. On a short text that decides: there the device waits
+for Python.
 
 Symbols: those of the branches; `compressed`, `selected` and `window` are pairs of keys and values.
 """
@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.kernels.triton import gates as gating
+from nsa_tutorial.kernels.triton import gates_at_once as at_once
 from nsa_tutorial.kernels.triton import pooling
 from nsa_tutorial.kernels.triton.choice.launch import select_blocks
 from nsa_tutorial.kernels.triton.compressed.launch import compressed_backward, compressed_forward
 from nsa_tutorial.kernels.triton.rows import Located, locate
 from nsa_tutorial.kernels.triton.selected.backward_launch import selected_backward
-from nsa_tutorial.kernels.triton.selected.launch import selected_forward
+from nsa_tutorial.kernels.triton.selected.launch import order_of, selected_forward
+from nsa_tutorial.kernels.triton.unions import find_bad
 from nsa_tutorial.kernels.triton.window.launch import window_backward, window_forward
+from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -41,6 +44,8 @@ class Outputs(NamedTuple):
         ids: the lists `[B, N, H, S]`.
         summaries: keys and values of the compression.
         of_rows, of_tokens: those of `rows.Located`; of packed sequences, no `of_tokens`.
+        is_bad: `[1]` int32, whether a key or a value of the selection is not finite; where its
+            lists are not walked in tiles of queries, nobody reads it.
     """
 
     o: Tensor
@@ -50,6 +55,7 @@ class Outputs(NamedTuple):
     summaries: list[Tensor]
     of_rows: Tensor
     of_tokens: Tensor
+    is_bad: Tensor
 
 
 def located(
@@ -96,12 +102,17 @@ def forward(
         q, compressed[0], lse[0], of_keys, of_summaries, M=num_keys, **choice, scale=scale,
         block_counts=block_counts,
     )  # fmt: skip
-    sizes = {"block_size": choice["block_size"], "scale": scale}
-    selected_forward(q, *selected, ids.flatten(0, 1), of_keys, **sizes, out=outs[1])
+    selected = [x.contiguous() for x in selected]
+    sizes, lists = {"block_size": choice["block_size"], "scale": scale}, ids.flatten(0, 1)
+    order = order_of(q, *selected, lists, block_size=choice["block_size"])
+    is_tiled = order is Order.QUERY_TILES
+    is_bad = find_bad(*selected) if is_tiled else lists.new_empty(1)
+    selected_forward(q, *selected, lists, of_keys, **sizes, is_bad=is_bad, out=outs[1])
     sizes = {"window_size": window_size, "scale": scale}
     window_forward(q, *(window or selected), of_keys, **sizes, out=outs[2])
     o = gating.gated_sum(gates, branches)
-    return Outputs(o, branches, lse, ids, list(compressed), place.of_rows, place.of_tokens)
+    places = (place.of_rows, place.of_tokens)
+    return Outputs(o, branches, lse, ids, list(compressed), *places, is_bad)
 
 
 class Gradients(NamedTuple):
@@ -118,27 +129,33 @@ class Gradients(NamedTuple):
 def backward(
     d_o: Tensor, outputs: Outputs, q: Tensor, compressed: Pair, selected: Pair, window: Pair,
     gates: Sequence[Tensor], *, num_sequences: int, choice: dict[str, int], window_size: int,
-    scale: float,
+    scale: float, nonnegative_gates: bool,
 ) -> Gradients:  # fmt: skip
     """The backward of `forward`, which returned `outputs` for the same arguments.
 
     `d_o` is the gradient of the sum, and there are at most `num_sequences`. The gradient of `q` is
-    rounded after each branch, as when autograd adds them.
+    rounded after each branch, as when autograd adds them. With `nonnegative_gates`, no gate is
+    below 0.
     """
     q, H = q.contiguous(), selected[0].shape[2]
-    _, branches, lse, ids, summaries, of_rows, of_tokens = outputs
+    _, branches, lse, ids, summaries, of_rows, of_tokens, is_bad = outputs
     place = Located(of_rows, of_tokens, of_rows[:0], num_sequences)
     of_keys, of_summaries = place.rows, place.summary_rows
-    d_gates, d_branches, *numbers = gating.branch_backward(d_o, gates, branches, lse, H)
+    if nonnegative_gates:
+        d_o = d_o.contiguous()
+        d_gates, delta, lse, lse2 = at_once.branch_numbers(d_o, gates, branches, lse, H)
+        d_branches = [d_o] * 3
+    else:
+        d_gates, d_branches, delta, lse2 = at_once.branch_backward(d_o, gates, branches, lse, H)
     of_branch = [
-        {"o": o, "lse": lse[i], "numbers": (numbers[0][i], numbers[1][i]), "scale": scale}
+        {"o": o, "lse": lse[i], "numbers": (delta[i], lse2[i]), "scale": scale}
         for i, o in enumerate(branches)
     ]
 
     # -- selection --
     d_q, *d_selected, _ = selected_backward(
         d_branches[1], None, q, *selected, rows=of_keys, ids=ids.flatten(0, 1),
-        block_size=choice["block_size"], **of_branch[1],
+        block_size=choice["block_size"], is_bad=is_bad, **of_branch[1],
     )  # fmt: skip
 
     # -- window --

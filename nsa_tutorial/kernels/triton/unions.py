@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -141,9 +142,17 @@ def num_warps(T: int, S: int) -> int:
     return max(1, T * next_power_of_2(S) // ENTRIES)
 
 
+def find_bad(k: Tensor, v: Tensor) -> Tensor:
+    """`[1]` int32: 1 if a number of the contiguous keys or values is not finite, else 0."""
+    is_bad = torch.zeros(1, dtype=torch.int32, device=k.device)
+    numbers = (k.numel(), v.numel())
+    find_bad_kernel[(cdiv(max(numbers), SCANNED),)](k, v, is_bad, *numbers, BLOCK=SCANNED)
+    return is_bad
+
+
 def unions(
     k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, T: int, BT: int,
-    most: float = ANY_LENGTH,
+    most: float = ANY_LENGTH, is_bad: Tensor | None = None,
 ) -> Unions:  # fmt: skip
     """The unions of the lists of every `T` neighbours.
 
@@ -154,12 +163,11 @@ def unions(
             `MOST_WARPS`.
         BT: tokens of a step. Where it does not divide a block, all steps go behind a mask.
         most: the longest union, as a share of the entries of its tile's lists.
+        is_bad: what `find_bad` found; None asks it.
     """
     R, H, S = ids.shape
     num_tiles = cdiv(R, T)
-    is_bad = ids.new_zeros(1)
-    numbers = (k.numel(), v.numel())
-    find_bad_kernel[(cdiv(max(numbers), SCANNED),)](k, v, is_bad, *numbers, BLOCK=SCANNED)
+    is_bad = find_bad(k, v) if is_bad is None else is_bad
     start, listed_by = (ids.new_empty(num_tiles, H, T * S) for _ in range(2))
     count, num_whole = (ids.new_empty(num_tiles, H) for _ in range(2))
     SP = next_power_of_2(S)

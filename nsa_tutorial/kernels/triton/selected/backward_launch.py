@@ -37,7 +37,7 @@ def selected_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
     slot_scale: Tensor | None = None, order: Order | None = None,
-    numbers: tuple[Tensor, Tensor] | None = None,
+    numbers: tuple[Tensor, Tensor] | None = None, is_bad: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """The backward of `launch.selected_forward`.
 
@@ -48,6 +48,7 @@ def selected_backward(
         order: as for `selected_forward`; None chooses one, a deterministic one if PyTorch is told
             to be deterministic.
         numbers: as for `BackwardCall.of`.
+        is_bad: as for `selected_forward`.
 
     Returns:
         The gradients of `q`, `k`, `v`, in their dtypes, and of `slot_scale`, `[R, H, S]` fp32.
@@ -69,7 +70,7 @@ def selected_backward(
         tokens_backward.all_gradients(call, d_q, d_k, d_v, d_slot_scale)
         return d_q, d_k, d_v, d_slot_scale
     if order is Order.QUERY_TILES:
-        gradient_by_tiles(call, d_q, most=most)
+        gradient_by_tiles(call, d_q, most=most, is_bad=is_bad)
     else:
         gradient_of_queries(call, d_q, d_slot_scale)
     gradients_of_keys_and_values(call, d_k, d_v)
@@ -92,13 +93,16 @@ def selected_and_window_backward(
     return *out, d_slot_scale
 
 
-def gradient_by_tiles(call: ListsCall, d_q: Tensor, *, most: float) -> None:
+def gradient_by_tiles(
+    call: ListsCall, d_q: Tensor, *, most: float, is_bad: Tensor | None
+) -> None:  # fmt: skip
     """Write the gradients of the queries, as `selected_forward` does their outputs."""
     c = call
     fast = can_walk(c.q, c.k, c.v, c.block_size)
     if not fast:
         gradient_of_queries(call, d_q, None)
-    made = by_query_tiles_backward.gradient_of_queries(call, d_q, use_descriptors=fast, most=most)
+    how = {"most": most, "is_bad": is_bad, "use_descriptors": fast}
+    made = by_query_tiles_backward.gradient_of_queries(call, d_q, **how)
     if fast:
         gradient_of_queries(call, d_q, None, unions=made)
 

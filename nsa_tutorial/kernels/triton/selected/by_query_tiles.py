@@ -173,13 +173,14 @@ def has_room(q: Tensor, v: Tensor, ids: Tensor, block_size: int) -> bool:
 
 def make_unions(
     k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, sizes: dict[str, int],
-    options: dict[str, int], *, use_descriptors: bool, most: float,
+    options: dict[str, int], *, use_descriptors: bool, most: float, is_bad: Tensor | None,
 ) -> tuple[Unions, dict[str, object]]:  # fmt: skip
     """The unions of the lists, in blocks and groups of `sizes`, for a launch with `options`; and
     what a kernel that walks them is given besides, by name. The rest as in `launch`."""
     R, H, S = ids.shape
     T, BT, G = options["T"], options["BT"], sizes["G"]
-    made = unions(k, v, ids, rows, block_size=sizes["BS"], T=T, BT=BT, most=most)
+    rule = {"most": most, "is_bad": is_bad}
+    made = unions(k, v, ids, rows, block_size=sizes["BS"], T=T, BT=BT, **rule)
     boxes = token_boxes(k, v, BT=BT) if use_descriptors else (None, None)
     tiles = tile_sizes(G, sizes["D"], sizes["DV"])
     given = {
@@ -195,7 +196,7 @@ def make_unions(
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, use_descriptors: bool = False, most: float = ANY_LENGTH,
-    out: tuple[Tensor, Tensor] | None = None, **options: int,
+    is_bad: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None, **options: int,
 ) -> tuple[Tensor, Tensor, Unions]:  # fmt: skip
     """Make the unions, and walk them.
 
@@ -203,7 +204,7 @@ def launch(
         q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`.
         use_descriptors: whether whole blocks come by descriptor; `selected.forward_tma.can_walk`
             must admit the tensors.
-        most: as in `unions`. Rows of rejected tiles are not written.
+        most, is_bad: as in `unions`. Rows of rejected tiles are not written.
         out: where to write; None makes new tensors.
         options: `T`, `BT`, `num_warps`, `num_stages`, in place of what `query_tile_options`
             chooses.
@@ -216,7 +217,7 @@ def launch(
     sizes = {"G": HQ // H, "D": D, "DV": DV, "BS": block_size}
     memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
     options = query_tile_options(**sizes, **memory) | options
-    how = {"use_descriptors": use_descriptors, "most": most}
+    how = {"use_descriptors": use_descriptors, "most": most, "is_bad": is_bad}
     made, given = make_unions(k, v, ids, rows, sizes, options, **how)
     o, lse = out or (v.new_empty(B, N, HQ, DV), q.new_empty(B, N, HQ, dtype=torch.float32))
     scales = {"scale": scale, "scale_log2": scale * LOG2_E}

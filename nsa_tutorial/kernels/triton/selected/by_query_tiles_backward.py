@@ -113,18 +113,18 @@ def dq_kernel(
 
 def gradient_of_queries(
     call: ListsCall, d_q: Tensor, *, use_descriptors: bool = False, most: float = ANY_LENGTH,
-    **options: int,
+    is_bad: Tensor | None = None, **options: int,
 ) -> Unions:  # fmt: skip
     """Write `d_q` of the rows whose tiles are not rejected, and return the unions.
 
     Args:
         call: of lists, without factors.
-        use_descriptors, most: as in `by_query_tiles.launch`.
+        use_descriptors, most, is_bad: as in `by_query_tiles.launch`.
         options: in place of what `query_tile_dq_options` chooses.
     """
     c, sizes = call, call.block_sizes
     options = query_tile_dq_options(**sizes, **c.memory) | options
-    how = {"use_descriptors": use_descriptors, "most": most}
+    how = {"use_descriptors": use_descriptors, "most": most, "is_bad": is_bad}
     made, given = make_unions(c.k, c.v, c.ids, c.rows, sizes, options, **how)
     dq_kernel[made.count.shape](
         Q=c.q, GradO=c.d_o, LSE=c.lse, Delta=c.delta, LSE2=c.lse2, GradQ=d_q, scale=c.scale,

@@ -43,13 +43,14 @@ FEWEST_ROWS = 2048  # with fewer queries, one query in a program is fastest
 def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, slot_scale: Tensor | None = None, order: Order | None = None,
-    out: Outputs | None = None,
+    out: Outputs | None = None, is_bad: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     """The lists; arguments and results as in `selected_attention.forward`, on CUDA tensors, or
     interpreted on CPU tensors.
 
     If `order` is None, `order_of` chooses it; queries of a tile whose lists share too little get
-    one program each. `out` are contiguous tensors to write to; None makes new ones.
+    one program each. `out` are contiguous tensors to write to; None makes new ones. `is_bad` is
+    what `unions.find_bad` found; None asks it where it is needed.
     """
     given, sizes = (q, k, v, ids, rows), {"block_size": block_size, "scale": scale}
     most = WORTHWHILE if order is None else unions.ANY_LENGTH
@@ -65,7 +66,8 @@ def selected_forward(
     fast = forward_tma.can_walk(q, k, v, block_size)
     if not fast:
         by_queries(*given, **sizes, out=out)
-    made = by_query_tiles.launch(*given, **sizes, out=out, most=most, use_descriptors=fast)[2]
+    how = {"most": most, "is_bad": is_bad, "use_descriptors": fast}
+    made = by_query_tiles.launch(*given, **sizes, out=out, **how)[2]
     if fast:
         by_queries(*given, **sizes, out=out, skipped=made)
     return out
