@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,3 +148,29 @@ def test_names_that_stand_for_lucidrains_pieces() -> None:
             assert re.search(rf"\b{re.escape(name)}(?!\w)", source), (
                 f"{there}: no {name} in {where}"
             )
+
+
+def test_what_operators_md_tells_of_a_gpu_is_what_was_recorded() -> None:
+    """The second table of "Measuring"."""
+    told = (ROOT / "OPERATORS.md").read_text()
+
+    def ms(file: str, **asked: object) -> list[float]:
+        rows = json.loads((ROOT / "assets" / file).read_text())["rows"]
+        asked |= {"tokens": 65_536}
+        return [x["ms"] for x in rows if all(x[name] == value for name, value in asked.items())]
+
+    cells = []
+    for size in (64, 128):
+        rows = {"file": "blocks_h200.json", "block_size": size}
+        both = [ms(**rows, direction=d) for d in ("forward", "backward")]
+        cells.append(" | ".join(" / ".join(f"{x:.1f}" for x in times) for times in both))
+    sizes = {"file": "native_sizes_h200.json", "kernel": "triton"}
+    passes = [[ms(**sizes, direction=d, lists=q)[0] for q in ("random", "smooth")]
+              for d in ("forward", "backward")]  # fmt: skip
+    cells.append(" | ".join(" / ".join(f"{x:.1f}" for x in times) for times in passes))
+    dense = {"kernel": "dense, cuDNN"}
+    cells[-1] += " | " + " + ".join(f"{x:.0f}" for x in ms("native_sizes_h200.json", **dense))
+    tokens = ms("tokens_h200.json", kernel="triton"), ms("tokens_h200.json", **dense)
+    cells.append(" | ".join(f"{x:.1f}" for x in tokens[0]))
+    cells[-1] += " | " + " + ".join(f"{x:.0f}" for x in tokens[1])
+    assert [cell for cell in cells if f"| {cell} |" not in told] == []

@@ -285,6 +285,18 @@ def test_what_the_text_says_of_the_recording() -> None:
 # -- pictures --
 
 
+def test_what_the_text_says_of_single_tokens() -> None:
+    ms, told = pictures.token_times(), text()
+    times = [ms[65_536, "forward", kernel] for kernel in ("dense, cuDNN", "triton")]
+    assert f"the forward is {times[0] / times[1]:.1f} times as fast as dense attention" in told
+    rates = [pictures.token_rate(65_536, kernel) for kernel in ("triton", "dense, cuDNN")]
+    assert f"run at {rates[0]:.0f} TFLOP/s, and those of dense attention at {rates[1]:.0f}" in told
+    assert 65_536 // 2048 == 32  # "one key in 32"
+    assert all(
+        ms[n, d, x] < ms[n, d, "dense, cuDNN"] for n, d, x in ms if not x.startswith("dense")
+    )
+
+
 def test_pictures_say_what_they_show() -> None:
     assert "hold 54% to 56%" in pictures.draw_dials().finding
     assert "rank 8 of 8 by its mean, rank 1 by its maximum" in pictures.draw_needle().finding

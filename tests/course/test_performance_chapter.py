@@ -978,8 +978,20 @@ def test_nsa_overtakes_dense_attention_where_it_is_told() -> None:
     faster = {n for n, _, _ in ms if takes(n, "triton") < takes(n, "dense, cuDNN")}
     slower = {n for n, _, _ in ms} - faster
     assert f"between {max(slower):,} and {min(faster):,} tokens" in text()
-    assert ms[2048, "triton", "forward"] > ms[8192, "triton", "forward"]  # launches, not work
+    sizes = [ms[n, "triton", "forward"] for n in (2048, 8192, 16_384, 65_536)]
+    assert sizes[1] < 2 * sizes[0] and sizes[3] > 6 * sizes[2]  # launches, and work
     assert f"From {min(faster):,} tokens on" in pictures.draw_sizes().finding
+
+
+def test_at_once_is_no_slower() -> None:
+    """Than branch by branch, in the same run, by more than 2 %, at any size and pass."""
+    before, after = (
+        {(x["tokens"], x["lists"], x["direction"]): x["ms"] for x in pictures.stored(name)["rows"]}
+        for name in ("native_before_h200.json", "native_sizes_h200.json")
+    )
+    assert len(before) == 12
+    assert all(after[what] <= 1.02 * ms for what, ms in before.items())
+    assert len(pictures.before_table()) == 2 + len(before) // 2
 
 
 def test_what_is_told_of_the_host_is_what_was_recorded() -> None:
@@ -988,8 +1000,8 @@ def test_what_is_told_of_the_host_is_what_was_recorded() -> None:
     before, after = (runs[8192, way, "forward"] for way in pictures.WAYS)
     assert f"takes {len(after.kernels)} launches. For 2,048 tokens" in told
     assert f"Of its {len(before.kernels)} launches" in told
-    kernels = f"kernels take {before.device_ms:.2f} ms and the host {before.host_ms:.2f}"
-    assert kernels in told
+    times = f"host takes {before.host_ms:.2f} ms and the kernels {before.device_ms:.2f}"
+    assert f"{times}, so fewer launches alone would leave {before.device_ms:.2f} ms" in told
     sums = [ms for _, ms in before.kernels[-6:]], [after.kernels[-1][1]]  # PyTorch's, and ours
     assert after.kernels[-1][0] == "gate_kernel"
     assert f"takes {sum(sums[1]):.2f} ms instead of {sum(sums[0]):.2f}" in told
@@ -1005,24 +1017,25 @@ def test_what_is_told_of_the_host_is_what_was_recorded() -> None:
     assert f"attention takes {len(dense.kernels)}, and {dense.ms:.2f} ms" in told
     times = f"{after.host_ms:.2f} ms at 8,192 tokens and {short.host_ms:.2f} ms at 2,048"
     assert times in told
-    assert f"even {after.host_ms:.2f} ms are more than the kernels' {short.device_ms:.2f}" in told
+    assert f"even {short.host_ms:.2f} ms are more than the kernels' {short.device_ms:.2f}" in told
 
 
 def test_what_is_told_of_the_backward_is_what_was_recorded() -> None:
     told, runs = text(), pictures.host_runs()
-    short, dense = (runs[2048, way, "backward"] for way in ("at once", "dense"))
-    assert f"take {short.device_ms:.2f} ms, and cuDNN's whole call {dense.ms:.2f}" in told
-    name, longest = max(short.kernels, key=lambda kernel: kernel[1])
-    assert name == "dkv_kernel"
-    assert f"the kernel takes {longest:.2f} ms" in told
+    of_lists, of_windows, of_summaries = (
+        ms for name, ms in runs[2048, "at once", "backward"].kernels if name == "dkv_kernel"
+    )
+    assert of_lists > of_windows > of_summaries
+    assert f"and the kernel takes {of_summaries:.2f} ms" in told
     before, after = (runs[32_768, way, "backward"] for way in pictures.WAYS)
     assert before.host_ms < before.device_ms / 4  # hidden
     assert f"falls from {before.ms:.1f} to {after.ms:.1f} ms" in told
     deltas = [ms for name, ms in before.kernels if name == "delta_kernel"]
-    sums = [ms for name, ms in after.kernels if name == "branch_backward_kernel"]
+    sums = [ms for name, ms in after.kernels if name == "branch_numbers_kernel"]
     replaced = [ms for _, ms in before.kernels[:9]] + deltas
     assert [len(sums), len(replaced)] == [1, 12]
-    assert f"kernel of {sum(sums):.1f} ms does what 12 did in {sum(replaced):.1f}" in told
+    assert f"One kernel of {sum(sums):.1f} ms computes" in told
+    assert f"It stands in for 12, which took {sum(replaced):.1f} ms" in told
 
 
 def test_short_walks_make_many_programs() -> None:
@@ -1037,8 +1050,8 @@ def test_short_walks_make_many_programs() -> None:
     told, tile = text(), summary_dkv_options(128, 128, itemsize=2)["BT"]
     tiles = 4 * -(-num_summaries(2048, 32, 16) // tile)  # of all KV heads
     most = chunks.CHUNK_ROWS[2] // 16
-    assert f"has {2048 // most * tiles} programs for an H200's 132 multiprocessors" in told
-    assert f"Each walks {most:,} queries" in told
+    programs = f"would have {2048 // most * tiles} programs at 2,048 tokens"
+    assert f"In walks of {most:,} queries" in told and programs in told
     cuts, rows = runs.chunks_of_rows(2048, tiles, 16, 4 * tile * 256, 2)
     assert f"Walks of {rows} queries make {cuts * tiles} programs" in told
 
@@ -1046,14 +1059,13 @@ def test_short_walks_make_many_programs() -> None:
 def test_a_call_takes_the_longer_of_two_times() -> None:
     """In every recorded call of NSA with smooth lists; and a line of launches, spread evenly, ends
     where the clock says if the host is the longer one."""
-    for (_, way, direction), run in pictures.host_runs().items():
+    for (_, way, _), run in pictures.host_runs().items():
         if way != "dense":
-            longer = max(run.host_ms, run.device_ms)
-            assert run.ms == pytest.approx(longer, rel=0.02 if direction == "forward" else 0.05)
-    assert pictures.draw_host().finding.endswith("to within 2 %")
+            assert run.ms == pytest.approx(max(run.host_ms, run.device_ms), rel=0.08)
+    assert pictures.draw_host().finding.endswith("to within 8 %")
     for way in pictures.WAYS:
         run = pictures.host_runs()[2048, way, "forward"]
-        assert run.timeline[-1][1] == pytest.approx(run.ms, rel=0.01)
+        assert run.timeline[-1][1] == pytest.approx(run.ms, rel=0.08)
         assert all(done <= begin for (_, done), (begin, _) in pairwise(run.timeline))
     short, long = (pictures.host_runs()[n, "at once", "forward"] for n in (2048, 8192))
     assert short.host_ms > short.device_ms

@@ -110,6 +110,9 @@ CASES = {
     "blocks of 24": lists(Problem(N=5, M=101, BS=24)),
     "blocks of 64": lists(Problem(N=12, M=300, BS=64, D=32, DV=64, factors=True)),
     "blocks of 128": lists(Problem(N=9, M=300, BS=128, D=64, DV=32)),
+    "blocks of 128, group of 16": lists(
+        Problem(N=9, M=300, H=1, G=16, BS=128, D=32, DV=16, counts="random", factors=True)
+    ),
     "blocks of 200": lists(Problem(N=3, M=420, BS=200, S=2, factors=True)),
     "a list of 40": lists(Problem(N=5, M=400, BS=8, S=40)),
     "one slot": lists(Problem(N=5, M=37, S=1)),
@@ -126,8 +129,9 @@ CASES = {
     ),
 }
 QUICK = {
-    torch.float32: CASES.keys() - {"group of 16", "blocks of 128", "many queries of one block"},
-    torch.float16: ["factors, own block"],
+    torch.float32: CASES.keys()
+    - {"group of 16", "blocks of 128", "blocks of 128, group of 16", "many queries of one block"},
+    torch.float16: ["factors, own block", "blocks of 128, group of 16"],
     torch.bfloat16: ["own block, counts", "list and window, all at once"],
 }
 # TileLang compiles four kernels for every new shape, and Triton interprets them
@@ -138,7 +142,7 @@ SLOW = {
     ],
     "triton": [
         "own block, counts", "not causal", "nothing is visible", "group of 20", "decoding",
-        "blocks of 24", "window, packed",
+        "blocks of 24", "blocks of 128, group of 16", "window, packed",
         "list and window, all at once",
     ],
 }  # fmt: skip

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from nsa_tutorial.course import heads
 from nsa_tutorial.course import indexing_costs as costs
+from nsa_tutorial.course.costs import selected_keys as attended_keys
 from nsa_tutorial.course.figures import INKS, PALETTE, Picture, new_figure
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.sparse.block_selection import choose
 
 FILE = Path(__file__).resolve().parents[3] / "assets" / "after_nsa.json"
+TOKENS = FILE.with_name("tokens_h200.json")
 CHOOSERS = ("mean keys", "an indexer")
 GROUP, LATER = 3, 256  # the KV head that looks far, and its first query that counts
 # the colour of who chooses, in all pictures but the masks; lines of single tokens are dashed
@@ -282,6 +284,42 @@ def draw_live(hits: dict[str, Sequence[float]], chance: dict[str, float], every:
     axis.legend(frameon=False, fontsize=9, loc="upper left")
     said = ", ".join(f"{NAMES[v][0]} {values[-1]:.0%}" for v, values in hits.items())
     return Picture(figure, f"Hits at the end: {said}")
+
+
+# -- lists of single tokens on a GPU --
+
+
+@functools.cache
+def token_times() -> dict[tuple[int, str, str], float]:
+    """Milliseconds by tokens, direction and kernel: of lists of single tokens in both languages,
+    and of dense attention."""
+    rows = json.loads(TOKENS.read_text())["rows"]
+    return {(row["tokens"], row["direction"], row["kernel"]): row["ms"] for row in rows}
+
+
+def token_rate(tokens: int, kernel: str) -> float:
+    """TFLOP/s of the two products of a kernel's forward."""
+    row = json.loads(TOKENS.read_text())["rows"][0]
+    listed = row["slots"] if kernel in ("triton", "tilelang") else tokens
+    keys = attended_keys(tokens, tokens, block_size=1, top_n=listed)
+    flops = 2 * 2 * row["width"] * row["kv_heads"] * row["group"] * keys
+    return flops / token_times()[tokens, "forward", kernel] / 1e9
+
+
+def tokens_table() -> list[str]:
+    """`token_times` as lines of text."""
+    told, ms = json.loads(TOKENS.read_text()), token_times()
+    row = told["rows"][0]
+    kernels = {"triton": "Triton", "tilelang": "TileLang", "dense, cuDNN": "cuDNN, dense"}
+    versions = {name: told[name] for name in ("torch", "triton", "tilelang")}
+    lines = [", ".join([told["machine"], *(f"{name} {x}" for name, x in versions.items())]),
+             f"bf16, {row['kv_heads'] * row['group']} heads over {row['kv_heads']}, width "
+             f"{row['width']}, {row['slots']:,} random tokens a query: milliseconds",
+             f"{'tokens':>6}  {'':9}" + "".join(f"{x:>14}" for x in kernels.values())]  # fmt: skip
+    for tokens, direction in dict.fromkeys((n, d) for n, d, _ in ms):
+        cells = (f"{ms[tokens, direction, kernel]:14.1f}" for kernel in kernels)
+        lines.append(f"{tokens:6,}  {direction:9}" + "".join(cells))
+    return lines
 
 
 # -- costs --

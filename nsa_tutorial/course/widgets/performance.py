@@ -185,10 +185,36 @@ def busiest(kernel: str) -> str:
 
 @functools.cache
 def native_sizes() -> dict[tuple[int, str, str], float]:
-    """Milliseconds of the whole of NSA ("triton") and of dense attention, by tokens, kernel and
-    direction."""
+    """Milliseconds of the whole of NSA ("triton"), with smooth lists, and of dense attention, by
+    tokens, kernel and direction."""
     rows = stored("native_sizes_h200.json")["rows"]
-    return {(row["tokens"], row["kernel"], row["direction"]): row["ms"] for row in rows}
+    return {
+        (row["tokens"], row["kernel"], row["direction"]): row["ms"]
+        for row in rows
+        if row["lists"] != "random"
+    }
+
+
+def before_table() -> list[str]:
+    """Forward and backward of all of NSA, before its parts were called at once, and after, in one
+    run."""
+    told, ms = stored("native_sizes_h200.json"), {}
+    for when in ("before", "sizes"):
+        for row in stored(f"native_{when}_h200.json")["rows"]:
+            what = (row["tokens"], row["lists"] or row["kernel"])
+            ms.setdefault(what, {}).setdefault(when, []).append(row["ms"])
+    lines = [
+        f"{told['machine']}, torch {told['torch']}, Triton {told['triton']}: "
+        "forward + backward, milliseconds",
+        f"{'tokens':>6}  {'lists':7}{'before':>15}{'after':>16}{'cuDNN, dense':>18}",
+    ]
+    for (tokens, lists), times in sorted(ms.items()):
+        if "before" in times:
+            dense = sum(ms[tokens, "dense, cuDNN"]["sizes"])
+            cells = (" + ".join(f"{x:.2f}" for x in times[when]) for when in ("before", "sizes"))
+            lines.append(f"{tokens:6,}  {lists:7}" + "".join(f"{x:>16}" for x in cells)
+                         + f"{dense:16.2f}")  # fmt: skip
+    return lines
 
 
 def draw_sizes() -> Picture:
@@ -313,7 +339,7 @@ WAYS = ("branch by branch", "at once")  # in which all of NSA is called
 
 def draw_launches(tokens: int = 2048) -> Picture:
     """The forward of all of NSA in both ways: the host's launches above the GPU's kernels."""
-    sheet, end = Sheet(8.3, 3.4), 3.7
+    sheet, end = Sheet(8.3, 3.4), 5
     for way, top in zip(WAYS, (0.62, 1.82), strict=True):
         run = host_runs()[tokens, way, "forward"]
         chart = sheet.chart(Place(0.7, top, 7.3, 0.72), (0, end), (2, 0))
@@ -328,7 +354,7 @@ def draw_launches(tokens: int = 2048) -> Picture:
         sheet.words([(0.7, top - 0.1, told)], size=9.5, ha="left")
         chart.words([(run.ms, 0.5, f"{run.ms:.2f} ms")], size=9, ha="left", offset=(5, 0))
         if way == WAYS[-1]:
-            chart.bottom([0, 1, 2, 3], None, "milliseconds")
+            chart.bottom([0, 1, 2, 3, 4], None, "milliseconds")
     names = {"masked": "launches, spread evenly over the host's time",
              "selected": "kernels, as recorded", "query": "the call, by the clock"}  # fmt: skip
     sheet.legend(0.7, 3.2, names)
