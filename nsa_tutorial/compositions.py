@@ -62,7 +62,8 @@ def native_sparse_attention(
     are_chosen = block_indices is None and not learn_choice
     if len(gates) == 3 and are_chosen and takes_all_at_once(backend, order):
         sizes = (num_keys, top_n, block_size, window_size, length, stride, scale)
-        given = (q, compressed, selected, window, gates, block_counts, cu_seqlens)
+        pairs = [x for pair in (compressed, selected, window) for x in (pair or (None, None))]
+        given = (q, *pairs, *gates, block_counts, cu_seqlens)
         return branches_at_once(*given, *sizes, nonnegative_gates)[0]
 
     # -- compression --

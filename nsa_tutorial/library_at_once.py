@@ -18,23 +18,27 @@ from nsa_tutorial.runtime.strides import with_new_strides
 from nsa_tutorial.sparse.compression import num_summaries
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
+Pair = list[Tensor]
+
 
 @operator("nsa_tutorial::branches_at_once")
 @on_its_device
 @with_new_strides
 def branches_at_once(
-    q: Tensor, compressed: list[Tensor], selected: list[Tensor], window: list[Tensor],
-    gates: list[Tensor], block_counts: Tensor | None, cu_seqlens: Tensor | None, num_keys: int,
-    top_n: int, block_size: int, window_size: int, length: int, stride: int, scale: float,
+    q: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor, v_slc: Tensor,
+    k_swa: Tensor | None, v_swa: Tensor | None, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
+    block_counts: Tensor | None, cu_seqlens: Tensor | None, num_keys: int, top_n: int,
+    block_size: int, window_size: int, length: int, stride: int, scale: float,
     nonnegative_gates: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """`ops.native_sparse_attention` with three gates, choosing its blocks, on the Triton backend.
+    Each tensor is an argument of its own: lists PyTorch takes apart in Python, at every call.
 
     Args:
-        compressed, selected, window: keys and values of each branch; without `compressed`,
-            summaries are means of `selected`, and without `window`, it has those of `selected`.
+        k_cmp, …, v_swa: keys and values of each branch; without `k_cmp` and `v_cmp`, summaries are
+            means of those of the selection, and without `k_swa` and `v_swa`, the window has those.
         nonnegative_gates: for the backward alone.
 
     Returns:
@@ -45,6 +49,7 @@ def branches_at_once(
         finite (`kernels.triton.native.Outputs`).
     """
     function = backends.load(BACKENDS, "branches_at_once", "triton", q)
+    compressed, selected, window = _pairs(k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa)
     if q.numel() == 0:
         return _empty(q, compressed, selected, cu_seqlens, num_keys, top_n, length, stride)
     choice, window_size = _sizes(num_keys, top_n, block_size, window_size, length, stride)
@@ -55,8 +60,8 @@ def branches_at_once(
     if block_counts is not None:
         block_counts = block_counts.clamp(0, choice["top_n"]).to(torch.int32).contiguous()
     found = function(
-        q, compressed, selected, window, gates, block_counts, rows, num_keys=num_keys,
-        choice=choice, window_size=window_size, scale=scale,
+        q, compressed, selected, window, [g_cmp, g_slc, g_swa], block_counts, rows,
+        num_keys=num_keys, choice=choice, window_size=window_size, scale=scale,
     )  # fmt: skip
     ids, slots = found.ids, choice["top_n"]
     ids = ids if slots == top_n else F.pad(ids, (0, top_n - slots), value=-1)
@@ -67,10 +72,20 @@ def branches_at_once(
 
 @branches_at_once.register_fake
 def _(
-    q, compressed, selected, window, gates, block_counts, cu_seqlens, num_keys, top_n, block_size,
-    window_size, length, stride, scale, nonnegative_gates,
+    q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, g_cmp, g_slc, g_swa, block_counts, cu_seqlens,
+    num_keys, top_n, block_size, window_size, length, stride, scale, nonnegative_gates,
 ):  # fmt: skip
+    compressed, selected, _ = _pairs(k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa)
     return _empty(q, compressed, selected, cu_seqlens, num_keys, top_n, length, stride)
+
+
+def _pairs(
+    k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor, v_slc: Tensor, k_swa: Tensor | None,
+    v_swa: Tensor | None,
+) -> tuple[Pair, Pair, Pair]:  # fmt: skip
+    """Keys and values of each branch; none for one that has none of its own."""
+    compressed = [] if k_cmp is None else [k_cmp, v_cmp]
+    return compressed, [k_slc, v_slc], [] if k_swa is None else [k_swa, v_swa]
 
 
 def _empty(
@@ -106,56 +121,65 @@ def _sizes(
 @on_its_device
 @with_new_strides
 def branches_at_once_backward(
-    d_o: Tensor, outputs: list[Tensor], q: Tensor, compressed: list[Tensor],
-    selected: list[Tensor], window: list[Tensor], gates: list[Tensor], cu_seqlens: Tensor | None,
-    num_keys: int, top_n: int, block_size: int, window_size: int, length: int, stride: int,
-    scale: float, nonnegative_gates: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of `q`, then of `compressed`, `selected`, `window` and `gates`, one after the
-    other; `outputs` is what `branches_at_once` returned."""
+    d_o: Tensor, o: Tensor, o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, lse: Tensor, ids: Tensor,
+    made_k_cmp: Tensor, made_v_cmp: Tensor, of_rows: Tensor, of_tokens: Tensor, is_bad: Tensor,
+    q: Tensor, k_cmp: Tensor | None, v_cmp: Tensor | None, k_slc: Tensor, v_slc: Tensor,
+    k_swa: Tensor | None, v_swa: Tensor | None, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
+    cu_seqlens: Tensor | None, num_keys: int, top_n: int, block_size: int, window_size: int,
+    length: int, stride: int, scale: float, nonnegative_gates: bool,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """The gradients of `q, …, g_swa`, empty for what is None; `o, …, is_bad` are what
+    `branches_at_once` returned."""
     function = backends.load(BACKWARDS, "branches_at_once", "triton", q)
-    inputs = [q, *compressed, *selected, *window, *gates]
+    pairs = (k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa)
+    compressed, selected, window = _pairs(*pairs)
+    gates = [g_cmp, g_slc, g_swa]
     if q.numel() == 0:
-        return [x.new_zeros(x.shape) for x in inputs]
+        return tuple(_like(x, q).zero_() for x in (q, *pairs, *gates))
     sizes = (num_keys, top_n, block_size, window_size, length, stride)
     choice, window_size = _sizes(*sizes)
-    o, *branches, lse, ids, k_cmp, v_cmp, of_rows, of_tokens, is_bad = outputs
-    found = (o, branches, lse, ids, compressed or [k_cmp, v_cmp], of_rows, of_tokens, is_bad)
-    given = (q, compressed, selected, window, gates)
-    num_sequences = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    options = {"choice": choice, "window_size": window_size, "scale": scale}
-    options["nonnegative_gates"] = nonnegative_gates
-    d_q, *others = function(d_o, found, *given, num_sequences=num_sequences, **options)
-    return [d_q, *(x for gradients in others for x in gradients)]
+    made = compressed or [made_k_cmp, made_v_cmp]
+    found = (o, [o_cmp, o_slc, o_swa], lse, ids, made, of_rows, of_tokens, is_bad)
+    d_q, *d_pairs, d_gates = function(
+        d_o, found, q, compressed, selected, window, gates,
+        num_sequences=len(q) if cu_seqlens is None else len(cu_seqlens) - 1, choice=choice,
+        window_size=window_size, scale=scale, nonnegative_gates=nonnegative_gates,
+    )  # fmt: skip
+    d_pairs = [pair or [q.new_empty(0), q.new_empty(0)] for pair in d_pairs]
+    return d_q, *(x for pair in d_pairs for x in pair), *d_gates
 
 
 @branches_at_once_backward.register_fake
-def _(d_o, outputs, q, compressed, selected, window, gates, *_):
-    return [x.new_empty(x.shape) for x in (q, *compressed, *selected, *window, *gates)]
+def _(
+    d_o, o, o_cmp, o_slc, o_swa, lse, ids, made_k_cmp, made_v_cmp, of_rows, of_tokens, is_bad, q,
+    k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, g_cmp, g_slc, g_swa, *_,
+):  # fmt: skip
+    inputs = (q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, g_cmp, g_slc, g_swa)
+    return tuple(_like(x, q) for x in inputs)
+
+
+def _like(x: Tensor | None, q: Tensor) -> Tensor:
+    """Room for a gradient of `x`, contiguous; an empty tensor for None."""
+    return q.new_empty(0) if x is None else x.new_empty(x.shape)
+
+
+INPUTS = 10  # tensors with gradients: `q, …, g_swa`
 
 
 def _save(ctx, inputs, output) -> None:
-    q, compressed, selected, window, gates, _, cu_seqlens, *ctx.options = inputs
+    tensors, (_, cu_seqlens, *ctx.options) = inputs[:INPUTS], inputs[INPUTS:]
     ctx.set_materialize_grads(False)  # only the sum has a gradient
-    lists = (compressed, selected, window, gates)
-    ctx.counts = [len(x) for x in lists]
-    ctx.save_for_backward(q, *(x for xs in lists for x in xs), cu_seqlens, *output)
+    ctx.save_for_backward(*output, *tensors, cu_seqlens)
 
 
 def _run(ctx, d_o: Tensor, *_) -> tuple:
-    q, *rest = ctx.saved_tensors
-    lists = []
-    for count in ctx.counts:
-        lists.append(rest[:count])
-        rest = rest[count:]
-    cu_seqlens, *outputs = rest
-    found = branches_at_once_backward(d_o, outputs, q, *lists, cu_seqlens, *ctx.options)
-    d_q, gradients = found[0], found[1:]
-    d_lists = []
-    for count in ctx.counts:
-        d_lists.append(gradients[:count])
-        gradients = gradients[count:]
-    return d_q, *d_lists, None, None, *(None for _ in ctx.options)
+    saved = ctx.saved_tensors
+    found = branches_at_once_backward(d_o, *saved, *ctx.options)
+    inputs = saved[-1 - INPUTS : -1]
+    gradients = (None if x is None else d_x for x, d_x in zip(inputs, found, strict=True))
+    return *gradients, None, None, *(None for _ in ctx.options)
 
 
 branches_at_once.register_autograd(_run, setup_context=_save)
