@@ -54,6 +54,7 @@ def test_every_visible_key_is_loaded_and_multiplied(device: str) -> None:
     torch.testing.assert_close(o, truth, rtol=1e-2, atol=1e-2 * truth.abs().max().item())
 
 
+@pytest.mark.exhaustive
 @devices
 def test_every_visible_tile_is_loaded(device: str) -> None:
     """Head `i` of a group adds up row `i` of each tile of keys, and of values."""
