@@ -27,6 +27,7 @@ from nsa_tutorial import compositions, library
 from nsa_tutorial.library_backward import call
 from nsa_tutorial.ops_decoding import decode_attention as decode_attention
 from nsa_tutorial.ops_indexing import index_blocks as index_blocks
+from nsa_tutorial.ops_indexing import index_loss as index_loss
 from nsa_tutorial.runtime import checks, packed
 from nsa_tutorial.runtime.devices import autocast
 from nsa_tutorial.runtime.transforms import check_no_tangent, is_transformed

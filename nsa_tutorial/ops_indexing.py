@@ -1,4 +1,5 @@
-"""The operator of an indexer, with its arguments checked: `ops.index_blocks`."""
+"""The operators of an indexer, with their arguments checked: `ops.index_blocks`, and
+`ops.index_loss`, by which it learns."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import library_choice
-from nsa_tutorial.runtime import checks
+from nsa_tutorial.runtime import checks, packed
 from nsa_tutorial.runtime.describing import describe
 from nsa_tutorial.runtime.devices import autocast
 from nsa_tutorial.runtime.transforms import check_no_tangent
+from nsa_tutorial.sparse import indexer
 
 
 def index_blocks(
@@ -49,8 +51,7 @@ def index_blocks(
     Returns:
         `[B, N, kv_heads, top_n]` int32, as `select_blocks` returns it: distinct ids, ascending,
         none in the query's future, -1 where there are fewer. Ties go to the lower id; a score that
-        is NaN is the least of all. There is no gradient: `sparse.indexer.kl_loss` trains an
-        indexer.
+        is NaN is the least of all. There is no gradient: `index_loss` trains an indexer.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what was expected, before anything
@@ -77,6 +78,69 @@ def index_blocks(
         w = w.detach().to(torch.promote_types(q_idx.dtype, torch.float32))
     options = (kv_heads, top_n, block_size, num_initial, num_local, backend)
     return library_choice.index_blocks(q_idx.detach(), k_idx.detach(), w, cu_seqlens, *options)
+
+
+def index_loss(
+    q: Tensor,
+    k: Tensor,
+    q_idx: Tensor,
+    k_idx: Tensor,
+    w: Tensor | None = None,
+    *,
+    kv_heads: int = 1,
+    block_indices: Tensor | None = None,
+    block_size: int = 1,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """How far an indexer is from the attention that it is to foresee (DSA, arXiv 2512.02556, Eq. 3
+    and 4): the divergence `KL(attention ‖ softmax(score))` over the tokens that a query sees, its
+    mean over queries and lists. In PyTorch, a tile of queries at a time.
+
+    Args:
+        q, k: queries and keys of the attention, `[B, N, HQ, D]` and `[B, M, H, D]`, which get no
+            gradient; `H` is a multiple of `kv_heads`, and a list's target is the mean of its heads.
+        q_idx, k_idx, w, kv_heads: as for `index_blocks`.
+        block_indices: `[B, N, kv_heads, S]`, as `index_blocks` makes them: only tokens of these
+            blocks count (the sparse stage). None counts all causal tokens (the warm-up).
+        block_size: tokens of a listed block.
+        scale: factor on the scores of the attention; None is `D ** -0.5`.
+        index_scale: factor on the indexer's products; None is `DI ** -0.5`.
+        cu_seqlens: as for `selected_attention`.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64 inputs), differentiable in `q_idx`, `k_idx` and `w`. A query
+        that sees nothing adds 0.
+
+    Raises:
+        ValueError, TypeError: as `index_blocks`.
+    """
+    shape = "[B, M, H, D]"
+    checks.check_attention(q, k=(k, shape), v=(k, shape))
+    _check_indexer(q_idx, k_idx, w, kv_heads)
+    checks.check_same_device(q=q, q_idx=q_idx)
+    if q_idx.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"q_idx: got {describe(q_idx)}, expected the batch and positions of q, "
+            f"{list(q.shape[:2])}"
+        )
+    if k_idx.shape[1] != k.shape[1]:
+        raise ValueError(f"k_idx: got {describe(k_idx)}, expected the positions of k, {k.shape[1]}")
+    if k.shape[2] % kv_heads:
+        raise ValueError(f"k: got {k.shape[2]} heads for {kv_heads} lists, expected a multiple")
+    checks.check_positive_int("block_size", block_size)
+    if block_indices is not None:
+        checks.check_block_arguments(block_indices, None, q, k[:, :, :kv_heads])
+    scale = checks.check_scale(scale, q.shape[3])
+    if index_scale is not None:
+        checks.check_positive_number("index_scale", index_scale, otherwise=" or None")
+    checks.check_cu_seqlens(cu_seqlens, q, k.shape[1])
+    packed.check_offsets(cu_seqlens, q.shape[1])
+    check_no_tangent("index_loss", q=q, k=k, q_idx=q_idx, k_idx=k_idx, w=w)
+    sizes = {"kv_heads": kv_heads, "block_indices": block_indices, "block_size": block_size}
+    scales = {"scale": scale, "index_scale": index_scale, "cu_seqlens": cu_seqlens}
+    return indexer.kl_loss(q, k, q_idx, k_idx, w, **sizes, **scales)
 
 
 def _check_indexer(q_idx: Tensor, k_idx: Tensor, w: Tensor | None, kv_heads: int) -> None:

@@ -122,6 +122,11 @@ OPERATORS = {
          "block_size": 4, "num_initial": 1, "num_local": 2},
         first="q_idx",
     ),
+    "loss": Operator(
+        ops.index_loss,
+        {"q": Q, "k": K, "q_idx": Q, "k_idx": K[:, :, 0], "kv_heads": H, "block_size": 4,
+         "block_indices": LISTS["block_indices"], "scale": None, "cu_seqlens": None},
+    ),
     "native": Operator(ops.native_sparse_attention, {**QKV, **ALL}),
     "three": Operator(
         three_branches,

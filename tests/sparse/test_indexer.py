@@ -196,7 +196,7 @@ def test_the_loss_and_its_gradients(case: Case, stage: str) -> None:
         ids, size = case.choose(*indexed, **pick_of("own block")), case.BS
         ids[:, 3:5] = -1
         options |= {"block_indices": ids, "block_size": size}
-    loss = indexer.kl_loss(q, k, *indexed, kv_heads=case.H, **options)
+    loss = ops.index_loss(q, k, *indexed, kv_heads=case.H, **options)
     mask = dense_mask(ids, case.M, block_size=size, cu_seqlens=case.offsets)
     right = exact_loss(q.detach(), k.detach(), indexed, mask, case.H)
     torch.testing.assert_close(loss, right)
