@@ -232,8 +232,8 @@ class NativeSparseAttention(nn.Module):
         return ops.three_branches(
             q, compressed, selected, window, gates, num_keys=q.shape[1], block_counts=c.top_n,
             block_size=c.block_size, window_size=c.window_size, length=c.length, stride=c.stride,
-            cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, nonnegative_gates=True,
-            backend=c.backend,
+            cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, backend=c.backend,
+            nonnegative_gates=True,  # after a sigmoid
         )  # fmt: skip
 
     def _over_ranks(

@@ -200,4 +200,4 @@ def test_how_many_launches_on_a_gpu() -> None:
                 torch.autograd.grad(o, inputs, d_o)
             torch.cuda.synchronize()
         counts.append(sum(e.device_type == DeviceType.CUDA for e in trace.events()))
-    assert counts[0] <= 16 and counts[1] <= 40, counts
+    assert counts[0] <= 14 and counts[1] <= 35, counts

@@ -113,7 +113,8 @@ class SparseAttention(NativeSparseAttention):
             q, *branches.values(), gates, num_keys=q.shape[1], block_indices=lists,
             block_counts=counts, block_size=c.block_size, window_size=c.window_size,
             length=c.length, stride=c.stride, cu_seqlens=cu_seqlens,
-            learn_choice=c.learn_choice, nonnegative_gates=True, backend=c.backend,
+            learn_choice=c.learn_choice, backend=c.backend,
+            nonnegative_gates=True,  # after a sigmoid
         )  # fmt: skip
 
 
