@@ -109,9 +109,26 @@ def test_opcheck_of_compositions() -> None:
     opcheck(compress, (k, [weight], None, "linear", 4, 2, "auto"))
     gates = [torch.rand(1, 20, HQ, generator=g, requires_grad=True) for _ in range(3)]
     summaries = [ops.compress(x.detach(), length=4, stride=2).requires_grad_() for x in (k, v)]
-    sizes = (4, 5, 4, 2, 0.25, "reference", "auto", False)
+    sizes = (4, 5, 4, 2, 0.25, "reference", "auto", False, False)
     whole = torch.ops.nsa_tutorial.native_sparse_attention.default
     opcheck(whole, (q, summaries, [k, v], [], *gates, None, None, None, 20, 3, None, *sizes))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_opcheck_of_all_branches_at_once(is_apart: bool) -> None:
+    """With gates of any sign and keys that the branches share, and without."""
+    skip_unless_runs("triton", "cpu")
+    q, k, v = inputs(grad=True)
+    gates = [q.detach()[..., i].clone().requires_grad_() for i in range(3)]
+    pairs = (None, None, k, v, None, None)
+    if is_apart:
+        gates = [gate.detach().abs().requires_grad_() for gate in gates]
+        of_window = [x.detach().clone().requires_grad_() for x in (k, v)]
+        summaries = [ops.compress(x.detach(), length=4, stride=2) for x in (k, v)]
+        pairs = (*(x.requires_grad_() for x in summaries), k, v, *of_window)
+    at_once = torch.ops.nsa_tutorial.branches_at_once.default
+    opcheck(at_once, (q, *pairs, *gates, None, None, 20, 3, 4, 5, 4, 2, 0.25, is_apart))
 
 
 @pytest.mark.parametrize("name", ["first_tokens", "positions"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from places import DTYPES, name_of, skip_unless_runs
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nsa_tutorial import compositions, ops
+from nsa_tutorial import backends, compositions, ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"block_size": 8, "window_size": 9, "length": 8, "stride": 4}
@@ -153,30 +153,44 @@ def counted_kernels() -> Iterator[list[str]]:
     from triton.runtime.interpreter import InterpretedFunction
 
     names, usual = [], InterpretedFunction.run
+
+    def run(self: InterpretedFunction, *args: object, **options: object) -> object:
+        names.append(self.fn.__name__)
+        with _disable_current_modes():  # what the interpreter does is no operation of ours
+            return usual(self, *args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            InterpretedFunction, "run",
-            lambda self, *args, **options: (
-                names.append(self.fn.__name__), usual(self, *args, **options)
-            )[1],
-        )  # fmt: skip
+        patch.setattr(InterpretedFunction, "run", run)
         yield names
 
 
-def test_how_many_launches() -> None:
+def test_how_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of kernels and of PyTorch's operations, forward and backward: a short text waits for them."""
     skip_unless_runs("triton", "cpu", torch.float32)
     inputs, call = draw(torch.float32, "cpu", N=40, M=40)
     call()  # imports, and what is made once
-    with counted_kernels() as kernels, Operations() as operations:
+    operations, load = Operations(), backends.load
+
+    def counted(*args: object) -> Callable:
+        """A mode is off inside of an operator that it sees: here it is on again."""
+        function = load(*args)
+
+        def run(*args: object, **options: object) -> object:
+            with operations:
+                return function(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(backends, "load", counted)
+    with counted_kernels() as kernels, operations:
         o = call()
         forward = (len(kernels), len(operations.of))
         torch.autograd.grad(o, inputs, torch.ones_like(o))
     backward = (len(kernels) - forward[0], len(operations.of) - forward[1])
-    # locate, two means, attend, score, pick, attend to lists, to the window, gates
-    assert forward == (9, 0), (kernels, operations.of)
+    # locate, two means, attend, score, pick, attend to lists, to the window, gates; and a zero
+    assert forward == (9, 1), (kernels, operations.of)
     # besides kernels: the sort, zeros for the gradients of keys and values, of summaries
-    assert backward[0] <= 18 and backward[1] <= 6, (kernels, operations.of)
+    assert backward[0] <= 15 and backward[1] <= 6, (kernels, operations.of)
 
 
 @pytest.mark.gpu

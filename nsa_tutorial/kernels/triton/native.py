@@ -106,7 +106,7 @@ def forward(
     sizes, lists = {"block_size": choice["block_size"], "scale": scale}, ids.flatten(0, 1)
     order = order_of(q, *selected, lists, block_size=choice["block_size"])
     is_tiled = order is Order.QUERY_TILES
-    is_bad = find_bad(*selected) if is_tiled else lists.new_empty(1)
+    is_bad = find_bad(*selected) if is_tiled else lists.new_zeros(1)
     selected_forward(q, *selected, lists, of_keys, **sizes, is_bad=is_bad, out=outs[1])
     sizes = {"window_size": window_size, "scale": scale}
     window_forward(q, *(window or selected), of_keys, **sizes, out=outs[2])
