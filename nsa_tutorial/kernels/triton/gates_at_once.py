@@ -26,6 +26,22 @@ NO_WEIGHT = tl.constexpr(1e38)  # the logarithm of a row's sum that leaves its w
 
 
 @triton.jit
+def locate_groups(
+    num_groups,
+    G: tl.constexpr, DV: tl.constexpr, BG: tl.constexpr, GP: tl.constexpr, DVT: tl.constexpr,
+):  # fmt: skip
+    """The rows `[BG * GP]` of a program's groups, which of them exist, and where the numbers of an
+    output lie `[BG * GP, DVT]`, and which of these exist."""
+    index = tl.arange(0, BG * GP)
+    group = tl.program_id(0) * BG + index // GP
+    in_rows = (group < num_groups) & (index % GP < G)
+    rows = group.to(tl.int64) * G + index % GP
+    columns = tl.arange(0, DVT)
+    in_bounds = in_rows[:, None] & (columns < DV)
+    return rows, in_rows, rows[:, None] * DV + columns, in_bounds
+
+
+@triton.jit
 def gradient_of_branch(
     d_o, Gate, BranchOutput, LSE, GradGate, GradOutput, Delta, LSE2, rows, in_rows, offsets,
     in_bounds, BG: tl.constexpr, GP: tl.constexpr,
@@ -63,13 +79,7 @@ def branch_backward_kernel(
     `(cdiv(num_groups, BG),)`; a group is the `G` rows of a query and a key/value head, padded to
     `GP`."""
     # -- locate the program --
-    index = tl.arange(0, BG * GP)
-    group = tl.program_id(0) * BG + index // GP
-    in_rows = (group < num_groups) & (index % GP < G)
-    rows = group.to(tl.int64) * G + index % GP  # [BG * GP]
-    columns = tl.arange(0, DVT)
-    in_bounds = in_rows[:, None] & (columns < DV)
-    offsets = rows[:, None] * DV + columns
+    rows, in_rows, offsets, in_bounds = locate_groups(num_groups, G, DV, BG, GP, DVT)
     R = num_groups.to(tl.int64) * G
 
     # -- load --
@@ -127,13 +137,7 @@ def branch_numbers_kernel(
     output: writes the gates' gradients, and `Delta`, `FoldedLSE` and `LSE2 [3, R]`. The grid is
     that of `branch_backward_kernel`."""
     # -- locate the program --
-    index = tl.arange(0, BG * GP)
-    group = tl.program_id(0) * BG + index // GP
-    in_rows = (group < num_groups) & (index % GP < G)
-    rows = group.to(tl.int64) * G + index % GP  # [BG * GP]
-    columns = tl.arange(0, DVT)
-    in_bounds = in_rows[:, None] & (columns < DV)
-    offsets = rows[:, None] * DV + columns
+    rows, in_rows, offsets, in_bounds = locate_groups(num_groups, G, DV, BG, GP, DVT)
     R = num_groups.to(tl.int64) * G
 
     # -- load everything, so that no branch waits for another's --
