@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+import judged
 import nbformat
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from nsa_tutorial.course import (
     exercises,
     solution,
 )
-from nsa_tutorial.course.attempts import Raised, answer, gradients
+from nsa_tutorial.course.attempts import gradients
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.values import difference, same
@@ -188,18 +189,20 @@ def mistakes() -> list:
     """Each exercise with the misconceptions to try. In `make test`: of kernels to compile, and of
     what has a test in its chapter, the first; of a build, which has twenty and more, every fourth.
 
-    Chapter 10's own tests try one of each exercise of theirs.
+    The kernels of chapter 10, tilelang_forward, are judged in its own file.
     """
     params = []
     for p in ALL:
         chapter, name = p.values
         e = exercises.chapter_exercises(chapter)[name]
+        if judged.is_apart(chapter, e):
+            continue
         compiles, is_long = e.run is not None, bool(e.stages)
         is_again = name in IN_CHAPTER.get(chapter, ())
         marks = [pytest.mark.exhaustive] if compiles or is_long else []
         if not is_again:
             params.append(pytest.param(*p.values, slice(None), id=p.id, marks=marks))
-        if is_again or (compiles and chapter != "tilelang_forward"):
+        if is_again or compiles:
             params.append(pytest.param(*p.values, slice(1), id=f"{p.id}, first misconception"))
         elif is_long and not compiles:
             some = slice(None, None, 4)
@@ -223,19 +226,7 @@ def test_exercise_is_complete(chapter: str, name: str) -> None:
 def test_exercise(chapter: str, name: str, some: slice) -> None:
     """The solution is right, misconceptions are named as themselves, any other answer is just
     wrong."""
-    e = exercises.chapter_exercises(chapter)[name]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    e = replace(e, misconceptions=e.misconceptions[some], picture=None)
-    assert judge(e, e.solution).outcome == "right"
-    assert not any(isinstance(answer(e, e.solution, case), Raised) for case in e.runnable)
-    for known in e.misconceptions:
-        verdict = judge(e, known.wrong)
-        assert (verdict.outcome, verdict.misconception) == ("misconception", known.name)
-        assert known.hint in verdict.text
-    alone = replace(e, misconceptions=e.misconceptions[:1])  # it is like no pair of them, either
-    assert judge(alone, lambda *a, **k: "nothing like it").outcome == "wrong"
-    assert judge(e, lambda *a, **k: None).outcome == "not attempted"
+    judged.assert_mistakes_are_named(exercises.chapter_exercises(chapter)[name], some)
 
 
 @pytest.mark.parametrize(("chapter", "name"), ALL)

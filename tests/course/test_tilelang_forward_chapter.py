@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
+import judged
 import numpy as np
 import pytest
 import torch
@@ -737,6 +738,24 @@ def test_the_draft_makes_the_first_mistake(name: str) -> None:
         e = replace(e, misconceptions=e.misconceptions[:1])
     verdict = judge(e, tilelang_first_draft.MISTAKES[name])
     assert (verdict.outcome, verdict.misconception) == ("misconception", first)
+
+
+@needs_tilelang
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name, e in EXERCISES.items() if e.run is not None])
+def test_each_mistake_in_a_kernel_is_named_as_itself(name: str) -> None:
+    judged.assert_mistakes_are_named(EXERCISES[name])
+
+
+@needs_tilelang
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "double",
+    [double for double in chapter.DOUBLES if EXERCISES[double.exercise].run is not None],
+    ids=lambda double: double.exercise,
+)
+def test_two_slips_in_a_kernel_are_both_named(double: exercises.Double) -> None:
+    judged.assert_both_are_named(EXERCISES[double.exercise], double)
 
 
 @needs_tilelang

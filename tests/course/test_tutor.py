@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import judged
 import nbformat
 import pytest
 import torch
@@ -18,7 +19,6 @@ from nbclient import NotebookClient
 
 from nsa_tutorial.course import check, exercise, exercises, hint, reader, show, solution
 from nsa_tutorial.course.attempts import MEANINGS
-from nsa_tutorial.course.diffs import together
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.judging import Verdict, judge
 from nsa_tutorial.course.speech import DARK, LIGHT, Code, Message
@@ -578,17 +578,11 @@ def compiles(chapter: str, name: str) -> bool:
         )
         for chapter, double in DOUBLES
         for first in [next(d for c, d in DOUBLES if (c, d.exercise) == (chapter, double.exercise))]
+        if not judged.is_apart(chapter, exercises.chapter_exercises(chapter)[double.exercise])
     ],
 )
 def test_two_slips_of_a_chapter_are_both_named(chapter: str, double: exercises.Double) -> None:
-    e = exercises.chapter_exercises(chapter)[double.exercise]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    wrong = double.wrong
-    if wrong is None:
-        by_name = {m.name: m.wrong for m in reversed(e.misconceptions)}
-        wrong = together(*(by_name[name] for name in double.names))
-    assert set(judge(e, wrong).misconceptions) == set(double.names)
+    judged.assert_both_are_named(exercises.chapter_exercises(chapter)[double.exercise], double)
 
 
 @pytest.mark.parametrize(("chapter", "e"), ALL, ids=[f"{c}-{e.name}" for c, e in ALL])
