@@ -79,16 +79,8 @@ def three_branches(**call: object) -> Tensor:
 
 QKV = {"q": Q, "k": K, "v": V}
 PAIR = {"k": "selected[0]", "v": "selected[1]"}
-ALL = {
-    **GATES,
-    **SIZES,
-    **WINDOW,
-    **SHARED,
-    **LISTS,
-    "learn_choice": False,
-    "nonnegative_gates": False,
-    "order": "auto",
-}
+FLAGS = {"learn_choice": False, "nonnegative_gates": False}
+ALL = {**GATES, **SIZES, **WINDOW, **SHARED, **LISTS, **FLAGS, "order": "auto"}
 OWN = {"include_own_block": False, "order": "auto"}
 OPERATORS = {
     "selected": Operator(

@@ -3,6 +3,7 @@ of the recording, and what its pictures say."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import nbformat
@@ -291,7 +292,8 @@ def test_what_the_text_says_of_single_tokens() -> None:
     assert f"the forward is {times[0] / times[1]:.1f} times as fast as dense attention" in told
     rates = [pictures.token_rate(65_536, kernel) for kernel in ("triton", "dense, cuDNN")]
     assert f"run at {rates[0]:.0f} TFLOP/s, and those of dense attention at {rates[1]:.0f}" in told
-    assert 65_536 // 2048 == 32  # "one key in 32"
+    slots = {row["slots"] for row in json.loads(pictures.TOKENS.read_text())["rows"]}
+    assert slots == {65_536 // 32} and "the last query reads one key in 32" in told
     assert all(
         ms[n, d, x] < ms[n, d, "dense, cuDNN"] for n, d, x in ms if not x.startswith("dense")
     )

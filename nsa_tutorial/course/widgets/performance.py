@@ -196,8 +196,8 @@ def native_sizes() -> dict[tuple[int, str, str], float]:
 
 
 def before_table() -> list[str]:
-    """Forward and backward of all of NSA, before its parts were called at once, and after, in one
-    run."""
+    """Forward and backward of all of NSA, by an earlier version of the package, which called the
+    branches one by one, and by this one, in one run."""
     told, ms = stored("native_sizes_h200.json"), {}
     for when in ("before", "sizes"):
         for row in stored(f"native_{when}_h200.json")["rows"]:
