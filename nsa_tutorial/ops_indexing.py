@@ -9,7 +9,7 @@ from torch import Tensor
 from nsa_tutorial import library_choice
 from nsa_tutorial.runtime import checks, packed
 from nsa_tutorial.runtime.describing import describe
-from nsa_tutorial.runtime.devices import autocast
+from nsa_tutorial.runtime.devices import autocast, on_its_device
 from nsa_tutorial.runtime.transforms import check_no_tangent
 from nsa_tutorial.sparse import indexer
 
@@ -117,6 +117,7 @@ def index_loss(
         ValueError, TypeError: as `index_blocks`.
     """
     shape = "[B, M, H, D]"
+    q, k, q_idx, k_idx = autocast(q, k, q_idx, k_idx)
     checks.check_attention(q, k=(k, shape), v=(k, shape))
     _check_indexer(q_idx, k_idx, w, kv_heads)
     checks.check_same_device(q=q, q_idx=q_idx)
@@ -140,7 +141,7 @@ def index_loss(
     check_no_tangent("index_loss", q=q, k=k, q_idx=q_idx, k_idx=k_idx, w=w)
     sizes = {"kv_heads": kv_heads, "block_indices": block_indices, "block_size": block_size}
     scales = {"scale": scale, "index_scale": index_scale, "cu_seqlens": cu_seqlens}
-    return indexer.kl_loss(q, k, q_idx, k_idx, w, **sizes, **scales)
+    return on_its_device(indexer.kl_loss)(q, k, q_idx, k_idx, w, **sizes, **scales)
 
 
 def _check_indexer(q_idx: Tensor, k_idx: Tensor, w: Tensor | None, kv_heads: int) -> None:

@@ -6,6 +6,7 @@ moves the picture in time, and pictures are sharp and say what they show.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ Page, Locator = playwright.Page, playwright.Locator
 HEIGHT = 560  # of 599 that JupyterLab leaves for a notebook on a screen of 1280 x 720
 KEY_TO_PICTURE_MS = 100
 ALLOWED_MS = 2 * KEY_TO_PICTURE_MS
+ROUNDS = 5  # in which a late slider is asked again
 
 MEASURED = """panel => {
   const parts = [panel, ...panel.querySelectorAll('*')];
@@ -235,12 +237,12 @@ def test_controls_bound_each_other_and_say_so(lab: Lab, everything: Everything) 
 
 
 def test_a_key_moves_the_picture_in_time(
-    everything: Everything, capsys: pytest.CaptureFixture
+    lab: Lab, everything: Everything, capsys: pytest.CaptureFixture
 ) -> None:
     """Alone, each median lies under the budget. Other tests run on the same machine, so twice the
     budget is allowed here, the fastest of a slider's answers is judged, and a slider that is late
-    is asked again when the others have answered: a slow panel has no fast answer."""
-    late = {}
+    is asked again, in a kernel that has drawn nothing yet: a slow panel has no fast answer."""
+    late: dict[str, dict[str, list[float]]] = {}
     with everything.opened() as page:
         for number, name in enumerate(PANELS):
             panel = shown(page, number)
@@ -249,37 +251,49 @@ def test_a_key_moves_the_picture_in_time(
                 times = answers(page, panel, handle)
                 if not times:
                     continue
-                median = statistics.median(times)
                 with capsys.disabled():
                     print(
-                        f"\n{name:42}{label:36}{median:6.0f} ms, at most {max(times):.0f}", end=""
+                        f"\n{name:42}{label:36}{statistics.median(times):6.0f} ms, "
+                        f"at most {max(times):.0f}",
+                        end="",
                     )
                 if min(times) > ALLOWED_MS:
-                    late[name, label] = panel, handle, times
-        for _ in range(10):
-            for panel, handle, times in late.values():
-                panel.scroll_into_view_if_needed()
-                times += answers(page, panel, handle)
-            late = {key: row for key, row in late.items() if min(row[2]) > ALLOWED_MS}
-            if not late:
-                break
-            time.sleep(3)
-    assert not {key: row[2] for key, row in late.items()}
+                    late.setdefault(name, {})[label] = times
+    for _ in range(ROUNDS):
+        for name, sliders in late.items():
+            with page_with(lab, [name]) as page:
+                panel = shown(page, 0)
+                for label, times in sliders.items():
+                    times += answers(page, panel, panel.get_by_role("slider", name=label))
+        late = {
+            name: kept
+            for name, sliders in late.items()
+            if (kept := {k: times for k, times in sliders.items() if min(times) > ALLOWED_MS})
+        }
+        if not late:
+            break
+        time.sleep(3)
+    assert not late
 
 
 def answers(page: Page, panel: Locator, handle: Locator) -> list[float]:
     """Milliseconds from a key on a slider to the drawn picture, up to three times, until one is
-    judged to be in time; none where the slider is greyed out or has nowhere to go."""
+    judged to be in time; infinity where none comes. Each key leads to a value that was not drawn
+    before: those are kept, and come back at once. None where the slider is greyed out or has
+    nowhere to go."""
     low, now, high = (handle.get_attribute(f"aria-value{end}") for end in ("min", "now", "max"))
     if low == high or handle.locator("xpath=ancestor::*[@disabled]").count():
         return []
+    key, end = ("ArrowRight", high) if now == low else ("ArrowLeft", low)
     times = []
-    for _ in range(3):
+    while len(times) < 3 and now != end:
         handle.focus()
         time.sleep(0.2)
         panel.evaluate(ANSWERED)
-        page.keyboard.press("ArrowRight" if now == low else "ArrowLeft")
-        times.append(page.evaluate("window.answer"))
-        if times[-1] is not None and times[-1] <= ALLOWED_MS:
+        page.keyboard.press(key)
+        answer = page.evaluate("window.answer")
+        times.append(math.inf if answer is None else answer)
+        if times[-1] <= ALLOWED_MS:
             break
-    return [t for t in times if t is not None]
+        now = handle.get_attribute("aria-valuenow")
+    return times

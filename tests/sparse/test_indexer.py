@@ -206,6 +206,23 @@ def test_the_loss_and_its_gradients(case: Case, stage: str) -> None:
     assert torch.autograd.grad(loss, (q, k), allow_unused=True) == (None, None)
 
 
+def test_the_loss_under_autocast() -> None:
+    """That of inputs that were rounded, whose scores are fp32."""
+    case = Case(B=2, N=40, M=40, H=1, J=2)
+    g = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(2, 40, heads, 6, generator=g) for heads in (4, 1))
+    indexed = case.make(torch.float32)
+    indexed[0].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ops.index_loss(q, k, *indexed)
+    loss.backward()
+    q, k, q_idx, k_idx = (x.detach().bfloat16() for x in (q, k, *indexed[:2]))
+    right = ops.index_loss(q, k, q_idx.requires_grad_(), k_idx, indexed[2])
+    right.backward()
+    assert loss.dtype == torch.float32 and loss == right
+    assert torch.equal(indexed[0].grad, q_idx.grad.float())
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 def test_an_indexer_learns_where_the_attention_goes(weighted: bool) -> None:
     """From a loss that is not near 0 to a third of it, and its lists hold more of the attention;

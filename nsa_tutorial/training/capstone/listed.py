@@ -94,7 +94,7 @@ class ListedAttention(nn.Module):
                 *indexed, kv_heads=kv_heads, top_n=self.slots, block_size=self.unit,
                 num_local=self.forced, backend=backend,
             )  # fmt: skip
-            self.loss = indexer.kl_loss(q, k, *indexed, kv_heads=kv_heads)
+            self.loss = ops.index_loss(q, k, *indexed, kv_heads=kv_heads)
         else:
             lists = self._list(self._of_units(q, k))
         self._keep(lists)
