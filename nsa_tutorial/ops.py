@@ -466,7 +466,8 @@ def native_sparse_attention(
         slot_scale=slot_scale,
     )  # fmt: skip
     are_chosen = block_indices is None and not learn_choice and cu_seqlens is None
-    at_once = None not in gates and are_chosen and compositions.takes_all_at_once(backend, order)
+    are_gated = all(g is not None for g in gates)  # `None not in gates` would compare numbers
+    at_once = are_gated and are_chosen and compositions.takes_all_at_once(backend, order)
     if g_cmp is not None and not at_once:  # all at once makes them itself
         summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens, "backend": backend}
         summaries = [compress(k, **summary), compress(v, **summary)]

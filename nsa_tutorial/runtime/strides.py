@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 
+@functools.lru_cache(4096)
 def of_new(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of `torch.empty(shape)`."""
     strides, step = [], 1

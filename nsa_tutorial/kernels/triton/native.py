@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa_tutorial.kernels.triton import gates as gating
 from nsa_tutorial.kernels.triton import gates_at_once as at_once
-from nsa_tutorial.kernels.triton import pooling
+from nsa_tutorial.kernels.triton import pooling, replay
 from nsa_tutorial.kernels.triton.choice.launch import select_blocks
 from nsa_tutorial.kernels.triton.compressed.launch import compressed_backward, compressed_forward
 from nsa_tutorial.kernels.triton.rows import Located, locate
@@ -70,6 +70,7 @@ def located(
     return Located(torch.stack(columns), nothing, nothing, keys.num_sequences)
 
 
+@replay.replayed
 def forward(
     q: Tensor, compressed: Pair, selected: Pair, window: Pair, gates: Sequence[Tensor],
     block_counts: Tensor | None, rows: tuple[QueryRows, QueryRows] | None, *, num_keys: int,
@@ -126,6 +127,7 @@ class Gradients(NamedTuple):
     gates: list[Tensor]
 
 
+@replay.replayed
 def backward(
     d_o: Tensor, outputs: Outputs, q: Tensor, compressed: Pair, selected: Pair, window: Pair,
     gates: Sequence[Tensor], *, num_sequences: int, choice: dict[str, int], window_size: int,
@@ -176,3 +178,6 @@ def backward(
             pooling.launch_backward(d_summaries, *of_tokens, d_x, **sizes)
         d_compressed = []
     return Gradients(d_q, d_compressed, d_selected, d_window if window else [], d_gates)
+
+
+replay.make_replayable()
