@@ -149,6 +149,10 @@ MEANINGS = (
     (r"tuple of ints, ?but got float", "Sizes are whole, and `/` makes a float: take `//`."),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),
     (r": (compress|select|sliding)\w*\(\) takes", "Pass sizes by name, as `length=length`."),
+    (
+        r"sort\(\) (takes|received)",
+        "With `stable`, `sort` takes all by name: `x.sort(dim=-1, stable=True)`.",
+    ),
     (_WRONG_CALL, "Count the arguments."),
     (r"object is not callable", "Round brackets call a function. To pick an element, use `[ ]`."),
     (

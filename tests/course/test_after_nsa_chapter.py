@@ -4,6 +4,7 @@ of the recording, and what its pictures say."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -182,7 +183,15 @@ def test_the_needle_may_be_found_in_other_ways() -> None:
 
 
 def test_the_minutes_are_told() -> None:
-    assert f"{sum(e.minutes for e in KNOWN.values())} of them exercises" in text()
+    sources = [cell.source for cell in nbformat.read(CHAPTER, as_version=4).cells]
+    optional = next(i for i, source in enumerate(sources) if "If you have more time" in source)
+    minutes = {True: 0, False: 0}
+    for name, e in KNOWN.items():
+        minutes[sources.index(f'exercise("after_nsa", "{name}")') < optional] += e.minutes
+    assert f"{minutes[True]} of them exercises" in text()
+    assert f"minutes more, {minutes[False]} of them an exercise" in text()
+    parts = re.findall(r"If you have more time: .*?\n\nAbout (\d+) minutes", "\n".join(sources))
+    assert f"parts take about {sum(map(int, parts))} minutes more" in text()
 
 
 def test_costs_by_hand() -> None:
@@ -201,7 +210,7 @@ def test_costs_by_hand() -> None:
     assert of["DSA"].read_to_attend == 2048 * 1152
     assert of["CSA"].rows == 512 + 128 and of["HCA"].rows == (1 << 20) // 128 + 128
     assert of["NSA"].rows == 16 * 64 + 512 + (1 << 16) - 1
-    assert of["MoBA"].rows == 12 * 4096
+    assert of["MoBA"].rows == 12 * 4096 and "its blocks have 4,096 tokens" in text()
 
 
 def test_what_the_text_says_of_costs() -> None:
@@ -269,7 +278,8 @@ def test_what_the_text_says_of_the_recording() -> None:
     assert pictures.mean("dense", "far") > 0.995
     means, chance = found["moba", most], found["any", most]
     assert f"find {means} with 80 tokens, where chance finds {chance}" in text()
-    assert f"and {found['moba', least]} with 32" in text()
+    fewer = f"and {found['moba', least]} with 32, where chance finds {found['any', least]}"
+    assert fewer in text()
     assert f"it finds {round(100 * pictures.mean('nsa', 'far'))} % here" in text()
     reason = next(p.reason for p in solutions.PREDICTIONS if p.name == "who_finds")
     assert f"an indexer finds {found['msa', most]} of the far answers and mean keys {means}" in (
@@ -278,7 +288,8 @@ def test_what_the_text_says_of_the_recording() -> None:
     at_200 = {name: [r["progress"][2] for r in pictures.rows(name)] for name in ("dsa", "dense")}
     assert {point[0] for of in at_200.values() for point in of} == {200}
     hits = sum(point[2] for point in at_200["dsa"]) / 3
-    assert f"{round(100 * hits)} % after 200 steps" in text()
+    of_answers = f"tokens by an indexer already hold {round(100 * hits)} % of the answers"
+    assert f"After 200 steps, when nothing is found, {of_answers}" in text()
     assert all(point[1] < 0.02 for of in at_200.values() for point in of)
     assert all(r["progress"][3][1] > 0.9 for r in pictures.rows("dense"))
 

@@ -279,6 +279,8 @@ ERRORS = [
     (lambda x: 1 / 0, X, "divisor"),
     (lambda x: x(0), X, "Round brackets"),
     (lambda: 1, X, "Count the arguments"),
+    (lambda x: x.sort(-1, descending=True, stable=True), X, "takes all by name"),
+    (lambda x: x.sort(-1, stable=True), X, "takes all by name"),
     (lambda x, y: 1, X, "Count the arguments"),
     (lambda x: exec("def f(): return f()") or f_again(), X, "calls itself"),
 ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Exercises of chapter 19: summaries and tokens in one list, scores of which a mean hides what a
-maximum finds, and an indexer that learns which blocks matter, built from an empty body."""
+"""Exercises of chapter 19: scores of which a mean hides what a maximum finds, an indexer that
+learns which blocks matter, built from an empty body, and summaries and tokens in one list."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _run_needle(solution: Callable, block_size: int) -> object:
 
 
 _NEEDLE = TEXTS.exercise(
-    "needle_scores", minutes=7, difficulty=1, solution=needle_scores, run=_run_needle,
+    "needle_scores", minutes=6, difficulty=1, solution=needle_scores, run=_run_needle,
     misconceptions=diffs(needle_scores, [
         ("needle[block_size // 2] = 4.0", "needle[block_size // 2] = 5.0",
          "scores beyond the bounds",
@@ -118,7 +118,7 @@ def _run_entries(solution: Callable, *sizes: int) -> object:
 _COUNT = "max((N - length) // stride + 1, 0)"
 
 _ENTRIES = TEXTS.exercise(
-    "entry_lists", minutes=8, difficulty=2, solution=entry_lists, run=_run_entries,
+    "entry_lists", minutes=13, difficulty=2, solution=entry_lists, run=_run_entries,
     misconceptions=diffs(entry_lists, [
         ("M_c + window", "window", "tokens that are called by their position",
          "Summaries stand in front, so token 0 is not key 0. Which key is it?"),
@@ -288,7 +288,7 @@ def _blocks_of_best_tokens(visible: Tensor, top_n: int, block_size: int) -> Tens
 
 
 _INDEX = TEXTS.exercise(
-    "learned_index", minutes=35, difficulty=3, solution=learned_index, run=_run_index,
+    "learned_index", minutes=45, difficulty=3, solution=learned_index, run=_run_index,
     returns=("loss", "d_main", "d_q_idx", "d_k_idx", "d_w"),
     tolerance=1e-6, forbidden=(("nsa_tutorial", "the course's own indexer"),),
     stages=(
@@ -391,6 +391,14 @@ _INDEX = TEXTS.exercise(
         ("ids.masked_fill(best == -torch.inf, NB)[:, :top_n]", "ids[:, :top_n]",
          "blocks of the future in slots that should be empty",
          "Sorting puts hidden blocks last, but they still have ids. What are these to become?"),
+        ("ids.masked_fill(best == -torch.inf, NB)", "ids.masked_fill(best == -torch.inf, -1)",
+         "empty slots in front",
+         "Empty slots come last in a list. Where does sorting put a -1, and what could stand there "
+         "while you sort?"),
+        ("ids = F.pad(ids, (0, top_n - ids.shape[1]), value=NB)", "pass",
+         "fewer slots than asked for",
+         "Every list has `top_n` slots, also where there are fewer blocks. What stands in the "
+         "others?"),
         ("value=NB)\n", "value=0)\n", "block 0 in the empty slots",
          "What stands in a slot that holds no block?"),
         ({"of_block.sort(dim": "of_block.flip(1).sort(dim",
@@ -469,7 +477,7 @@ _INDEX = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_ENTRIES, _NEEDLE, _INDEX)
+EXERCISES = (_NEEDLE, _INDEX, _ENTRIES)
 
 
 # -- two mistakes at once --

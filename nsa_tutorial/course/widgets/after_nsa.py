@@ -16,6 +16,7 @@ from pathlib import Path
 import ipywidgets
 import numpy as np
 import torch
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from nsa_tutorial.course import heads
@@ -111,6 +112,9 @@ def draw_dials() -> Picture:
         axes[row, 0].set_ylabel("query", fontsize=9)
     for axis in axes[1]:
         axis.set_xlabel("key", fontsize=9)
+    colours = {"chosen": "selected", "the query's own": "own block", "not read": "masked"}
+    patches = [Patch(color=PALETTE[colour], label=name) for name, colour in colours.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     blocks, tokens = (mask(unit, "an indexer")[1] for unit in (16, 1))
     return Picture(
         figure,
@@ -215,11 +219,13 @@ def draw_race() -> Picture:
     """Far answers found, by variant and by the tokens of a list, a dot for each seed."""
     figure, axes = new_figure(9.2, 3.3, columns=len(budgets()))
     for axis, blocks in zip(axes[0], budgets(), strict=True):
-        names = [name for name in NAMES if rows(name, blocks)]
+        listed = {name: None if name == "dense" else blocks for name in NAMES}  # dense has no list
+        names = [name for name in NAMES if rows(name, listed[name])]
         for y, name in enumerate(names):
-            values, colour = [r["found"]["far"] for r in rows(name, blocks)], NAMES[name][1]
-            share = mean(name, "far", blocks)
-            axis.barh(y, share, 0.6, color=PALETTE[colour], alpha=0.45)
+            found, colour = rows(name, listed[name]), NAMES[name][1]
+            values, share = [r["found"]["far"] for r in found], mean(name, "far", listed[name])
+            axis.barh(y, share, 0.6, color=PALETTE[colour], alpha=0.45,
+                      hatch="//" if name == "nsa" else None)  # fmt: skip
             axis.plot(values, [y] * len(values), "o", color=PALETTE[colour], markersize=5.5,
                       markeredgecolor=PALETTE["text"], markeredgewidth=0.6)  # fmt: skip
             axis.text(max(values) + 0.03, y, f"{share:.0%}", va="center", fontsize=9.5)
@@ -245,16 +251,19 @@ def draw_learning(blocks: int | None = None) -> Picture:
     for axis, (place, name) in zip(
         axes[0], ((2, "lists that hold the answer"), (1, "far answers found")), strict=True
     ):
-        for variant in ("top", "dsa", "msa", "moba", "any"):
+        for variant in ("dense", "top", "dsa", "msa", "moba", "any"):
+            if variant == "dense" and place == 2:
+                continue  # without lists
             label, colour = NAMES[variant]
-            runs = rows(variant, blocks)
+            runs = rows(variant, None if variant == "dense" else blocks)
             step = [point[0] for point in runs[0]["progress"]]
             values = np.array([[point[place] for point in r["progress"]] for r in runs])
             values[:, -1] = [r["found"]["hits" if place == 2 else "far"] for r in runs]
             axis.fill_between(step, values.min(0), values.max(0), color=PALETTE[colour], alpha=0.2,
                               linewidth=0)  # fmt: skip
-            axis.plot(step, values.mean(0), "--" if variant in OF_TOKENS else "-",
-                      color=PALETTE[colour], linewidth=1.9, label=label)  # fmt: skip
+            style = ":" if variant == "dense" else "--" if variant in OF_TOKENS else "-"
+            axis.plot(step, values.mean(0), style, color=PALETTE[colour], linewidth=1.9,
+                      label=label, zorder=3 if variant == "dense" else 2)  # fmt: skip
         axis.set(xlabel="step", ylim=(-0.03, 1.05), title=name)
         axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axes[0, 1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.02, 0.5))
@@ -406,8 +415,8 @@ def draw_position(
     small = {128: 32, 64: 16, 1: 1}[size]  # of the 512 tokens of the real text
     place = Place(0.55, 0.62, 3.4, 1.7)
     sheet.image(place, _image(small, chooser))
-    what = f"blocks of {small} stand for {size}" if small > 1 else "single tokens"
-    sheet.title(place, f"64 of a real text's 512 tokens: {what}")
+    what = f"blocks of {small} in place of {size}" if small > 1 else "single tokens"
+    sheet.title(place, f"64 of 512 real tokens a query, {what}")
     sheet.below(place, {0: 0, 0.5: 256, 1: 512}, "key")
     sheet.beside(place, {0: 256, 1: 512}, "query")
     q, dense = (m.query(tokens) for m in (costs.dials(size, chooser), costs.DENSE))
@@ -429,7 +438,7 @@ def draw_position(
             chart.boxes([(0, 2 - y - 0.36, length, 0.72)], colour)
             chart.words([(0, 2 - y, f"{name} ")], size=8.5, ha="right")
             chart.words([(length, 2 - y, f" {said(value)}")], size=8.5, ha="left")
-    sheet.words([(6.15, 2.9, "lengths of bars are logarithms")], size=8.5, colour="faint")
+    sheet.words([(6.15, 2.9, "lengths of bars are logarithms")], size=8.5)
     return Picture(sheet.figure, f"{unit} by {chooser}, {length_name(tokens)} tokens")
 
 
