@@ -19,6 +19,7 @@ from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.widgets import after_nsa as pictures
 from nsa_tutorial.sparse import indexer
+from nsa_tutorial.training.capstone.tasks import Recall
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -210,6 +211,10 @@ def test_costs_by_hand() -> None:
     assert of["DSA"].read_to_attend == 2048 * 1152
     assert of["CSA"].rows == 512 + 128 and of["HCA"].rows == (1 << 20) // 128 + 128
     assert of["NSA"].rows == 16 * 64 + 512 + (1 << 16) - 1
+    assert (
+        f"among {Recall.values} values would find {1 / Recall.values:.0%}".replace("%", " %")
+        in text()
+    )
     assert of["MoBA"].rows == 12 * 4096 and "its blocks have 4,096 tokens" in text()
 
 
