@@ -90,6 +90,14 @@ class Member:
         attending = 2 * self.HQ * (self.D + self.DV) * rows
         return Query(choosing, attending, read, rows * self.H * row, rows, runs)
 
+    @property
+    def who_chooses(self) -> str:
+        """In words."""
+        if not self.slots:
+            return "nobody, reads all"
+        choosers = {"choose": "mean keys", "all": "summaries"}
+        return f"an indexer of {self.HI} heads" if self.HI else choosers[self.summaries]
+
 
 DENSE = Member("dense", "grouped queries, as in MiniMax-M3", 64, 4, 128, 128, 1, 1 << 40)
 MEMBERS = (
@@ -105,6 +113,17 @@ MEMBERS = (
     Member("HCA", "transformers, deepseek_v4", 64, 1, 512, 512, window=128, every=128,
            summaries="all", is_one_row=True),
 )  # fmt: skip
+
+
+def table(N: int) -> list[str]:
+    """What the last query of `N` tokens costs each member, as lines of text."""
+    length = "a million" if N == 1 << 20 else f"{N:,}"
+    lines = [f"       reads of {length}     choosing   attending   who chooses"]
+    for m in MEMBERS:
+        x = m.query(N)
+        work = f"{x.choosing / 1e6:8,.0f}  {x.attending / 1e6:8,.0f} MFLOP"
+        lines.append(f"{m.name:5} {x.rows:8,} keys, {x.rows / N:4.1%}  {work}   {m.who_chooses}")
+    return lines
 
 
 def dials(unit: int, chooser: str) -> Member:

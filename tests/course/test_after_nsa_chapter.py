@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -226,7 +227,7 @@ def test_what_the_text_says_of_costs() -> None:
     assert round(dense / (indexed.choosing + indexed.attending)) == 30
     assert indexed.choosing == 8 * means.choosing
     own = costs.dials(1, "mean keys").query(N)
-    assert own.choosing == dense // 2
+    assert own.choosing == dense // 2 and dense / 2 < own.choosing + own.attending < dense
     half = costs.dials(128, "mean keys").query(N // 2)
     assert half.choosing == half.attending == 67_108_864
     assert costs.dials(1, "mean keys").query(N // 2).choosing == 128 * half.choosing
@@ -296,6 +297,16 @@ def test_what_the_text_says_of_the_recording() -> None:
     of_answers = f"tokens by an indexer already hold {round(100 * hits)} % of the answers"
     assert f"After 200 steps, when nothing is found, {of_answers}" in text()
     assert all(point[1] < 0.02 for of in at_200.values() for point in of)
+
+    def at(name: str, point: int, what: int) -> float:
+        return sum(r["progress"][point][what] for r in pictures.rows(name)) / 3
+
+    assert abs(at("msa", 2, 2) - at("any", 2, 2)) < 0.05  # "no more than chance", after 200 steps
+    assert at("msa", 3, 1) > at("dsa", 3, 1) + 0.2  # "blocks find more at step 300"
+    for name in pictures.NAMES.keys() - {"nsa"}:  # those of the picture
+        found = [at(name, point, 1) for point in range(len(pictures.rows(name)[0]["progress"]))]
+        rises = [b - a for a, b in pairwise(found)]
+        assert max(rises) == rises[2], "all rise most between steps 200 and 300"
     assert all(r["progress"][3][1] > 0.9 for r in pictures.rows("dense"))
 
 

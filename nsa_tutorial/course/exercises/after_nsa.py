@@ -68,6 +68,7 @@ def _run_needle(solution: Callable, block_size: int) -> object:
         "within -4 and 4": bool(bounded),
         "mean prefers block 0": bool(mean[0] > mean[1]),
         "block 1 holds 9/10": bool(share > 0.9),
+        "block 0 holds more": bool(share < 0.5),
     }
 
 
@@ -83,6 +84,10 @@ _NEEDLE = TEXTS.exercise(
         ("-3.0", "0.0", "a dull block that holds attention, too",
          "Each of its tokens gets little, but there are many. How low may they all be, with a "
          "mean above that of block 1?"),
+        ({"(block_size,), -3.0)": "(block_size,), 0.0)",
+          "(block_size,), -4.0)": "(block_size,), 0.0)"}, "one needle among zeros",
+         "The needle lifts the mean of its block. How low must the other tokens of that block be, "
+         "so that it comes down again?"),
         ("torch.cat([dull, needle])", "torch.cat([needle, dull])", "the two blocks exchanged",
          "Block 0 comes first, and it is the dull one."),
     ], pairs=False),
@@ -288,8 +293,8 @@ def _blocks_of_best_tokens(visible: Tensor, top_n: int, block_size: int) -> Tens
 
 
 _INDEX = TEXTS.exercise(
-    "learned_index", minutes=45, difficulty=3, solution=learned_index, run=_run_index,
-    returns=("loss", "d_main", "d_q_idx", "d_k_idx", "d_w"),
+    "learned_index", minutes=50, difficulty=3, solution=learned_index, run=_run_index,
+    returns=("loss", "a gradient in q or k", "d_q_idx", "d_k_idx", "d_w"),
     tolerance=1e-6, forbidden=(("nsa_tutorial", "the course's own indexer"),),
     stages=(
         Stage("one head", (

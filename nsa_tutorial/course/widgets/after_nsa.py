@@ -377,7 +377,7 @@ def draw_costs() -> Picture:
     legend.set(xlim=(0, 1.3), ylim=(-5.5, 1.5))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    ticks = lengths[::2] + lengths[-1:]
+    ticks = [1 << e for e in (13, 16, 18, 20)]
     axis.set_xticks(ticks, [length_name(N) for N in ticks])
     axis.set(xlabel="tokens of the text", ylabel="MFLOP of the last query")
     indexed = costs.dials(128, "an indexer")
@@ -432,13 +432,17 @@ def draw_position(
         names = (("choosing", choosing, COLOURS[chooser]), ("attending", attending, "text"),
                  ("dense", whole, "key"))  # fmt: skip
         smallest, largest = scales[i]
-        top = math.log10(largest / smallest)
+
+        def across(value: float, smallest: float = smallest, largest: float = largest) -> float:
+            return 8 * math.log10(max(value, smallest) / smallest) / math.log10(largest / smallest)
+
+        tens = [10.0**e for e in range(-1, 11) if smallest < 10.0**e < largest]
+        chart.boxes([(across(ten) - 0.01, -0.5, 0.02, 3) for ten in tens], "masked")
         for y, (name, value, colour) in enumerate(names):
-            length = 8 * math.log10(max(value, smallest) / smallest) / top
-            chart.boxes([(0, 2 - y - 0.36, length, 0.72)], colour)
+            chart.boxes([(across(value) - 0.12, 2 - y - 0.25, 0.24, 0.5)], colour)
             chart.words([(0, 2 - y, f"{name} ")], size=8.5, ha="right")
-            chart.words([(length, 2 - y, f" {said(value)}")], size=8.5, ha="left")
-    sheet.words([(6.15, 2.9, "lengths of bars are logarithms")], size=8.5)
+            chart.words([(8, 2 - y, f" {said(value)}")], size=8.5, ha="left")
+    sheet.words([(6.15, 2.85, "from one grey line to the next: ten times as much")], size=8.5)
     return Picture(sheet.figure, f"{unit} by {chooser}, {length_name(tokens)} tokens")
 
 
