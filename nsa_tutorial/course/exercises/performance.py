@@ -504,7 +504,7 @@ _HINTS_ORDER = {
 
 _ORDER = TEXTS.exercise(
     "choose_order",
-    minutes=4,
+    minutes=6,
     difficulty=2,
     solution=choose_order,
     run=_said(ORDERS, choose_order),
@@ -604,7 +604,7 @@ def _run_pairs(solution: Callable, machine: _Machine, runs: int) -> object:
 
 
 _PAIRS = TEXTS.exercise(
-    "time_in_pairs", minutes=12, difficulty=2, solution=time_in_pairs, run=_run_pairs,
+    "time_in_pairs", minutes=15, difficulty=2, solution=time_in_pairs, run=_run_pairs,
     returns=("ours", "theirs"), tolerance=0.03,
     stages=(
         Stage("a time", (Case("calls of 2 and 3 ms that return when they are done",
@@ -634,6 +634,9 @@ _PAIRS = TEXTS.exercise(
         ("        call()\n        wait()\n", "        call()\n",
          "stopping the clock before the work is done",
          "A launch only puts work into a queue. What has to return before you read the clock?"),
+        ("        flush()\n        wait()\n", "        call()\n",
+         "a first call that is still in the queue",
+         "The clock starts while the first call is still in the queue. What empties the queue?"),
         ("        flush()\n        wait()\n", "        flush()\n",
          "timing the flush, too",
          "The flush is work in the queue, like any other. Is the queue empty when the clock "

@@ -239,7 +239,8 @@ def draw_sizes() -> Picture:
     axes[0, 0].set_ylabel("dense attention's time / NSA's")
     first = next(n for n in sizes if _both(n, "dense, cuDNN") > _both(n, "triton"))
     return Picture(
-        figure, f"From {first:,} tokens on, NSA is faster than cuDNN, both passes together"
+        figure,
+        f"Smooth lists: from {first:,} tokens on, NSA is faster than cuDNN, both passes together",
     )
 
 
