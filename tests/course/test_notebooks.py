@@ -19,6 +19,7 @@ import torch
 
 from nsa_tutorial.course import chapters, execute, exercises
 from nsa_tutorial.course.chapters import CHAPTERS, Chapter, link_neighbours
+from nsa_tutorial.course.exercises import chapter_module
 from nsa_tutorial.course.stills import INTERACTIVE, WIDGET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,6 +249,26 @@ def test_every_chapter_ends_with_its_neighbours(chapter: Chapter) -> None:
     last = read(NOTEBOOKS[0].parent / chapter.file).cells[-1]
     assert re.search(r"^## Next$", last.source, re.M), "the last section is Next"
     assert not link_neighbours(chapter, write=False), "run python -m nsa_tutorial.course.chapters"
+
+
+def plain(text: str) -> str:
+    """The words of a text, in one line and without stress."""
+    return " ".join(text.replace("*", "").split())
+
+
+@each
+def test_what_is_stored_of_a_guess_is_what_is_told(path: Path) -> None:
+    """Questions and reasons; no run compares these cells, whose outputs are the reader's."""
+    if path.stem[3:] not in exercises.chapters():
+        pytest.skip("a chapter without exercises")
+    known = {p.name: p for p in getattr(chapter_module(path.stem[3:]), "PREDICTIONS", ())}
+    for cell in code_cells(read(path)):
+        stored = " ".join(
+            out.get("text", "") + out.get("data", {}).get("text/plain", "") for out in cell.outputs
+        )
+        for kind, name in re.findall(r'\b(predict|reveal)\("(\w+)"', cell.source):
+            told = known[name].question if kind == "predict" else known[name].reason
+            assert plain(told) in plain(stored), name
 
 
 @each
