@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from nsa_tutorial.runtime import environment, interrupts
+from nsa_tutorial.runtime.alignment import with_aligned_tensors
 from nsa_tutorial.runtime.smaller_tiles import with_smaller_tiles
 
 Table = Mapping[str, Mapping[str, str]]
@@ -109,6 +110,7 @@ BACKWARDS: Table = {
     },
     "branches_at_once": {"triton": "nsa_tutorial.kernels.triton.native:backward"},
 }
+WRITERS = ("write_tokens", "write_summaries")  # change their arguments, so they get no copies
 _INTERPRETER = threading.RLock()
 
 
@@ -120,7 +122,8 @@ def load(table: Table, operator: str, backend: str, q: Tensor) -> Callable:
     module, name = table[operator][backend].split(":")
     function = getattr(interrupts.import_module(module), name)
     if q.is_cuda and backend != "reference":
-        return with_smaller_tiles(function)
+        function = with_smaller_tiles(function)
+        return function if operator in WRITERS else with_aligned_tensors(function)
     is_interpreted = backend == "triton" and q.device.type == "cpu"
     return _one_at_a_time(function) if is_interpreted else function
 

@@ -96,7 +96,8 @@ def index_loss(
 ) -> Tensor:
     """How far an indexer is from the attention that it is to foresee (DSA, arXiv 2512.02556, Eq. 3
     and 4): the divergence `KL(attention ‖ softmax(score))` over the tokens that a query sees, its
-    mean over queries and lists. In PyTorch, a tile of queries at a time.
+    mean over queries and lists. In PyTorch, a tile of queries at a time. Under autocast, inputs are
+    rounded to its dtype, and scores are fp32.
 
     Args:
         q, k: queries and keys of the attention, `[B, N, HQ, D]` and `[B, M, H, D]`, which get no

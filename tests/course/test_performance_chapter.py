@@ -947,12 +947,9 @@ def test_what_is_told_of_the_profile_is_what_was_counted() -> None:
     assert f"Of 100 loads, L2 serves {lists['L2 Hit Rate']:.0f}." in told
     assert f"Of the issue slots, {lists['Issue Slots Busy']:.0f} % are used" in told
     assert f"There the kernel took {lists['Duration']:.1f} ms" in told
-    random = next(o for o in pictures.operators() if o.name == "attention to lists")
-    rate = pictures.rates().l2 * random.ms / lists["Duration"] / 1e12
-    limit = 100 * rate / L2
-    assert f"so it loads {rate:.1f} TB/s. If this is {L2:.0f} % of what" in told
-    assert f"then L2 can do {limit:.1f}." in told
-    assert 0.72 < pictures.rates().l2 / 1e12 / limit < 0.78  # "three quarters of it"
+    assert pictures.rate_of_l2().endswith("12.0 TB/s; if that is 89 % of L2, it can do 13.4")
+    served = pictures.rates().l2 / 1e12
+    assert 0.72 < served / 13.4 < 0.78 and f"{served:.1f} TB/s are three quarters of it" in told
     assert f"session took {lists['Duration']:.1f} ms for the first" in told
     assert pictures.CHOSEN["warps"] == 1  # "16 rows and one warp"
     merge = found["merging the partials"]

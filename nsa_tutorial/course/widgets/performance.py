@@ -175,6 +175,18 @@ def profile_table(*kernels: str) -> list[str]:
     return lines
 
 
+def rate_of_l2() -> str:
+    """What the profile of smooth lists says of L2, if they load as many bytes as random ones."""
+    lists = profiled()["one query a program"]
+    random = next(o for o in operators() if o.name == "attention to lists")
+    ms, busy = lists["Duration"], lists[PARTS["L2"]]
+    rate = rates().l2 * random.ms / ms / 1e12
+    return (
+        f"smooth lists: the bytes of random ones in {ms:.1f} ms, {rate:.1f} TB/s; "
+        f"if that is {busy:.0f} % of L2, it can do {100 * rate / busy:.1f}"
+    )
+
+
 def busiest(kernel: str) -> str:
     """The part of the GPU that was used most."""
     return max(PARTS, key=lambda part: profiled()[kernel][PARTS[part]])

@@ -23,8 +23,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_tutorial.runtime.alignment import ALIGNMENT
+
 MOST_TAPES = 256  # of a function: each length of texts has its own
-ALIGNMENT = 16  # bytes: Triton compiles another kernel for an address that is no multiple
 
 
 class _Here(threading.local):
@@ -148,6 +149,7 @@ def _kinds(values: Iterable[object], kinds: list[Hashable]) -> list[Hashable]:
     """Adds to `kinds` what launches follow from: of tensors that, of everything else its value."""
     for x in values:
         if isinstance(x, Tensor):
+            # Triton compiles another kernel for an address that is no multiple
             kinds += (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
         elif isinstance(x, (list, tuple)):
             kinds.append(len(x))
