@@ -68,6 +68,7 @@ ALL_AT_ONCE = """global DQ32
 BROADCAST = "products by broadcasting"  # for groups smaller than a tensor core's tile
 # By name, what is changed: of a module, (line, what stands in its place).
 CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "no change": {},
     "all rows behind a mask": {KERNELS: [(MASKED, "num_masked = num_rows")]},
     "64-bit offsets": {LAUNCH: [("WIDE=max(c.q.numel(), c.d_o.numel()) >= 2**31", "WIDE=True")]},
     "pointers instead of descriptors": {
@@ -119,6 +120,7 @@ def variant(change: str) -> ModuleType:
         for attribute, value in vars(modules[user]).items():
             if value is modules[name]:
                 setattr(made[user], attribute, made[name])
+    made[LAUNCH].can_name_ahead = lambda call: False  # the kernel that is taught
     return made[LAUNCH]
 
 

@@ -196,21 +196,24 @@ def _fitting(
 # have. `python -m nsa_tutorial.bench compressed --backend triton --steps --dtype bfloat16 --pass
 # forward backward` compares them. fp32 uses no tensor cores, so its tiles
 # are small.
+FEW_SUMMARIES = 1024  # the last step of a walk is masked: in short walks small steps pay
+SHORT_ATTEND_TILES = (64, 32, 4, 3)
 ATTEND_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
 SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1))
-DQ_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
 DKV_TILES = ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1))
 FP32_TILES = ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
 
 
 @cached_options
 def attend_options(
-    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY, is_short: bool = False
 ) -> dict[str, int]:
-    """`BQ, BT, num_warps, num_stages` of the walk over the summaries that a tile of queries sees.
-    Arguments as in `launch_options`."""
+    """`BQ, BT, num_warps, num_stages` of the walk over the summaries that a tile of queries sees;
+    `is_short` if there are no more than `FEW_SUMMARIES`. Other arguments as in `launch_options`."""
     DT, DVT = _side(D), _side(DV)
     choices = ATTEND_TILES if itemsize == 2 else FP32_TILES
+    if is_short and itemsize == 2:
+        choices = (SHORT_ATTEND_TILES, *choices)
     turned = DT if itemsize == 4 else 0  # fp32 keys, once more as a product takes them
     return _fitting(
         choices, lambda BQ, BT, n: (BQ * DT + BT * (n * (DT + DVT) + turned)) * itemsize,
@@ -247,12 +250,8 @@ def summary_dq_options(
 ) -> dict[str, int]:
     """`BQ, BT, num_warps, num_stages` of the backward's walk over summaries. Arguments as in
     `launch_options`."""
-    width = _side(D) + _side(DV)
-    choices = DQ_TILES if itemsize == 2 else FP32_TILES
-    return _fitting(
-        choices, lambda BQ, BT, stages: (BQ + stages * BT) * width * itemsize,
-        shared_memory, ("BQ", "BT"),
-    )  # fmt: skip
+    choices = DQ_TILES if itemsize == 2 else tuple((512, *tiles) for tiles in FP32_TILES)
+    return _of_width(choices, D, DV, itemsize, shared_memory, ("BQ", "BT"))
 
 
 @cached_options
@@ -272,14 +271,19 @@ def summary_dkv_options(
     )  # fmt: skip
 
 
-# The same for sliding windows, behind the most that both widths may be, padded; of the queries'
-# kernels rows of a tile and keys of a step, of `dkv_kernel` the other way round.
+# The same behind the most that both widths may be, padded: of the summaries' `dq_kernel`, and of
+# sliding windows. Of the queries' kernels rows of a tile and keys of a step, of `dkv_kernel` the
+# other way round.
+DQ_TILES = (
+    (256, 64, 32, 4, 3), (512, 128, 64, 8, 2), (512, 64, 64, 4, 2), (512, 64, 32, 4, 2),
+    (512, 32, 32, 4, 1),
+)  # fmt: skip
 WINDOW_TILES = (
     (256, 64, 64, 4, 3), (384, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2),
     (512, 32, 32, 4, 1),
 )  # fmt: skip
 WINDOW_DQ_TILES = (
-    (256, 64, 64, 4, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+    (256, 64, 32, 4, 3), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
 )  # fmt: skip
 WINDOW_DKV_TILES = (
     (256, 64, 32, 4, 4), (512, 64, 32, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
@@ -306,7 +310,8 @@ def window_dq_options(
     """The same for the backward."""
     choices = WINDOW_DQ_TILES if itemsize == 2 else WINDOW_FP32_TILES
     options = _of_width(choices, D, DV, itemsize, shared_memory, ("BQ", "BT"))
-    return options | {"BE": _step_at_the_ends(G, options["BQ"], options["BT"], 32)}
+    edge = max(16, options["BT"] // 2)
+    return options | {"BE": _step_at_the_ends(G, options["BQ"], options["BT"], edge)}
 
 
 @cached_options

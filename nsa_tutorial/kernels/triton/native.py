@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_tutorial.kernels.triton import gates as gating
 from nsa_tutorial.kernels.triton import gates_at_once as at_once
 from nsa_tutorial.kernels.triton import pooling, replay
 from nsa_tutorial.kernels.triton.choice.launch import select_blocks
@@ -26,7 +25,7 @@ from nsa_tutorial.kernels.triton.rows import Located, locate
 from nsa_tutorial.kernels.triton.selected.backward_launch import selected_backward
 from nsa_tutorial.kernels.triton.selected.launch import order_of, selected_forward
 from nsa_tutorial.kernels.triton.unions import find_bad
-from nsa_tutorial.kernels.triton.window.launch import window_backward, window_forward
+from nsa_tutorial.kernels.triton.window.launch import Gated, window_backward, window_forward
 from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -110,8 +109,9 @@ def forward(
     is_bad = find_bad(*selected) if is_tiled else lists.new_zeros(1)
     selected_forward(q, *selected, lists, of_keys, **sizes, is_bad=is_bad, out=outs[1])
     sizes = {"window_size": window_size, "scale": scale}
-    window_forward(q, *(window or selected), of_keys, **sizes, out=outs[2])
-    o = gating.gated_sum(gates, branches)
+    o = torch.empty_like(branches[2])
+    gated = Gated([gate.contiguous() for gate in gates], branches[:2], o)
+    window_forward(q, *(window or selected), of_keys, **sizes, out=outs[2], gated=gated)
     places = (place.of_rows, place.of_tokens)
     return Outputs(o, branches, lse, ids, list(compressed), *places, is_bad)
 

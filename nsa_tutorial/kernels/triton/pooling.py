@@ -22,7 +22,7 @@ from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.sparse.compression import first_rows, summaries_of_tokens
 
 TILE = {"BW": 128, "num_warps": 4}  # columns of a tile: 256 bytes in half precision
-ROWS = 16  # summaries or tokens of a tile
+SUMMARIES, TOKENS = 8, 16  # of a tile
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def mean_kernel(
 
     # -- sum --
     acc = tl.zeros([BJ, BW], tl.float32)
-    for i in tl.range(LENGTH, loop_unroll_factor=4):
+    for i in tl.range(LENGTH, loop_unroll_factor=16):
         step = tl.cast(i, tl.int64) * W
         acc += tl.load(X + offsets + step, mask=in_bounds, other=0.0).to(tl.float32)
 
@@ -108,9 +108,9 @@ def mean_of_rows(x: Tensor, first: Tensor, *, length: int) -> Tensor:
     """The same, of windows that begin at the rows `first [B * M_c]` of the flattened `[B * M]`."""
     B, _, H, D = x.shape
     summaries = x.new_empty(B, len(first) // B, H, D)
-    grid = (cdiv(len(first), ROWS) * cdiv(H * D, TILE["BW"]),)
+    grid = (cdiv(len(first), SUMMARIES) * cdiv(H * D, TILE["BW"]),)
     mean_kernel[grid](
-        x.contiguous(), first, summaries, len(first), H * D, LENGTH=length, BJ=ROWS, **TILE
+        x.contiguous(), first, summaries, len(first), H * D, LENGTH=length, BJ=SUMMARIES, **TILE
     )
     return summaries
 
@@ -138,8 +138,8 @@ def launch_backward(
     """Write the gradient to `d_x [B, M, H, D]`, contiguous, or add it; token `t` of the flattened
     `[B * M]` lies in the summaries `begin[t] … end[t] - 1`, at most `most`."""
     B, M, H, D = d_x.shape
-    grid = (cdiv(B * M, ROWS) * cdiv(H * D, TILE["BW"]),)
+    grid = (cdiv(B * M, TOKENS) * cdiv(H * D, TILE["BW"]),)
     mean_backward_kernel[grid](
         d_summaries.contiguous(), begin, end, d_x, B * M, H * D,
-        LENGTH=length, MOST=most, ADD=is_added, BT=ROWS, **TILE,
+        LENGTH=length, MOST=most, ADD=is_added, BT=TOKENS, **TILE,
     )  # fmt: skip

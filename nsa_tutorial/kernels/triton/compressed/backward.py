@@ -18,7 +18,7 @@ import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels.triton.compressed.forward import MOST, locate_compressed_rows
-from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq, store_gradient
+from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq, in_registers, store_gradient
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
@@ -64,6 +64,7 @@ def dq_kernel(
     lse = tl.load(LSE + row, mask=in_rows, other=0.0) * LOG2_E  # [BQ], in base two
     delta = tl.load(Delta + row, mask=in_rows, other=0.0)
     needs_grad = tl.load(LSE2 + row, mask=in_rows, other=0.0) != float("inf")
+    q_tile, do_tile = in_registers(q_tile), in_registers(do_tile)
 
     # -- walk --
     acc_dq = tl.zeros([BQ, DT], tl.float32)
@@ -169,6 +170,7 @@ def dkv_kernel(
     v_mask = in_tile & (value_width < DV)
     k_tile = tl.load(K + key_row * D + width, mask=k_mask, other=0.0)  # [BT, DT]
     v_tile = tl.load(V + key_row * DV + value_width, mask=v_mask, other=0.0)  # [BT, DVT]
+    v_tile = in_registers(v_tile)
 
     # -- initialise --
     acc_dk = tl.zeros([BT, DT], tl.float32)

@@ -16,6 +16,7 @@ from nsa_tutorial.kernels.triton.backward_call import BackwardCall
 from nsa_tutorial.kernels.triton.compressed import backward, forward
 from nsa_tutorial.kernels.triton.descriptors import can_use_descriptors, flat_boxes
 from nsa_tutorial.kernels.triton.launch_options import (
+    FEW_SUMMARIES,
     attend_options,
     summary_dkv_options,
     summary_dq_options,
@@ -42,7 +43,9 @@ def compressed_forward(
     )  # fmt: skip
     sizes = {"G": HQ // H, "D": D, "DV": DV}
     tiles = tile_sizes(**sizes)
-    options = attend_options(D, DV, q.element_size(), shared_memory(q.device))
+    is_short = k_cmp.shape[1] <= FEW_SUMMARIES
+    memory = (q.element_size(), shared_memory(q.device))
+    options = attend_options(D, DV, *memory, is_short)
     grid = (cdiv(B * N, options["BQ"]) * HQ,)
     q, k, v = (x.contiguous() for x in (q, k_cmp, v_cmp))
     boxes = flat_boxes(k, v, BT=options["BT"]) if can_use_descriptors(q, k, v) else (None, None)

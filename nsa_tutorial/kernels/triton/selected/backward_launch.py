@@ -1,6 +1,6 @@
 """What the operators call for gradients on the Triton backend: of lists, or of lists and windows.
 
-`backward` holds the kernels, `backward_tma` the one for the queries that Hopper runs faster,
+`backward` holds the kernels, `backward_tma` and `backward_ahead` those that Hopper runs faster,
 `tokens_backward` that for blocks of a few tokens, and `lists_backward` what all orders begin with.
 The queries' gradients have the forward's three orders; KV-outer, their last bits differ from run to
 run, as do those of keys and values in blocks of a few tokens. All others are the same to the bit.
@@ -16,12 +16,14 @@ from nsa_tutorial.kernels.triton.descriptors import token_boxes
 from nsa_tutorial.kernels.triton.launch_options import dkv_options, dq_options, edge
 from nsa_tutorial.kernels.triton.selected import (
     backward,
+    backward_ahead,
     backward_tma,
     by_key_blocks_backward,
     by_query_tiles_backward,
     lists_backward,
     tokens_backward,
 )
+from nsa_tutorial.kernels.triton.selected.backward_ahead import can_name_ahead
 from nsa_tutorial.kernels.triton.selected.forward_tma import can_walk
 from nsa_tutorial.kernels.triton.selected.launch import WORTHWHILE, order_taken
 from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
@@ -137,6 +139,9 @@ def gradient_of_queries(
 def gradients_of_keys_and_values(call: ListsCall, d_k: Tensor, d_v: Tensor) -> None:
     """Write the gradients of keys and values: of every block in chunks, then the sums of those that
     were cut."""
+    if can_name_ahead(call):
+        backward_ahead.launch(call, d_k, d_v)
+        return
     c, sizes = call, call.block_sizes
     B, M, H = c.k.shape[:3]
     options = dkv_options(**sizes, **c.memory)

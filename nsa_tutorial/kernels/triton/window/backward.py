@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq, store_gradient
+from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq, in_registers, store_gradient
 from nsa_tutorial.kernels.triton.window.forward import locate_window_rows, window_of
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
@@ -66,6 +66,7 @@ def dq_kernel(
     lse = tl.load(LSE + group_row) * LOG2_E  # [BQ], in base two
     delta = tl.load(Delta + group_row)
     needs_grad = tl.load(LSE2 + group_row) != float("inf")
+    q_tile, do_tile = in_registers(q_tile), in_registers(do_tile)
 
     # -- walk: what all rows see, then both ends --
     acc_dq = tl.zeros([BQ, DT], tl.float32)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_tutorial.kernels.triton.gates import gated
 from nsa_tutorial.kernels.triton.key_runs import attend_step, sees
 
 
@@ -113,7 +114,7 @@ def spoil(
 @triton.jit(do_not_specialize=["N", "num_tiles", "window_size"])  # new lengths, same kernel
 def attend_kernel(
     Q, K, V, KBox, VBox, FirstKey, NumVisible, Output, LSE,
-    scale, scale_log2, N, H, num_tiles, window_size,
+    Gate0, Gate1, Gate2, Output0, Output1, Sum, scale, scale_log2, N, H, num_tiles, window_size,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -122,6 +123,10 @@ def attend_kernel(
 
     The grid is `(B * num_tiles * H,)`: the `N * G` rows of a sequence of the batch and a key/value
     head, `BQ` a tile. `KBox` and `VBox` are descriptors of the keys and values, or None.
+
+    With `Sum [R, H, G, DV]`, it also gets `Output0` and `Output1`, of other branches, and this
+    `Output`, each times its gate `[R, H, G]`: what `gates.gate_kernel` would write. Without it the
+    gates and the other outputs are None, too.
     """
     # -- locate the program --
     head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate_window_rows(
@@ -157,7 +162,15 @@ def attend_kernel(
     lse = scores_max * scale + tl.log(running_sum)  # [BQ]
     o_pointer = Output + group_row[:, None] * DV + value_width
     o_mask = in_rows[:, None] & (value_width < DV)
-    tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=o_mask)
+    o_tile = o_tile.to(Output.dtype.element_ty)
+    tl.store(o_pointer, o_tile, mask=o_mask)
+    offsets = group_row[:, None] * DV + value_width
+    if Sum is not None:
+        acc = gated(Gate0, Output0, group_row, in_rows, offsets, o_mask)
+        acc += gated(Gate1, Output1, group_row, in_rows, offsets, o_mask)
+        gate = tl.load(Gate2 + group_row, mask=in_rows, other=0.0).to(tl.float32)  # [BQ]
+        acc += gate[:, None] * o_tile.to(tl.float32)
+        tl.store(Sum + offsets, acc.to(Sum.dtype.element_ty), mask=o_mask)
     tl.store(LSE + group_row, lse, mask=in_rows)
 
     # -- spoil: rare, and last, so that no accumulator stands in registers meanwhile --
@@ -167,3 +180,8 @@ def attend_kernel(
             o_pointer, in_rows, first, end, start, num_ends, num_before, gap, stop, V, head, H,
             DV, DVT, BE,
         )  # fmt: skip
+        if Sum is not None:
+            spoil(
+                Sum + offsets, in_rows, first, end, start, num_ends, num_before, gap, stop, V, head,
+                H, DV, DVT, BE,
+            )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,20 @@ SHORT_SUM = 256  # rows whose fp32 gradients are added up before the sum joins t
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+class Gated(NamedTuple):
+    """A gated sum of three branches, of which the window is the last. All are contiguous.
+
+    Attributes:
+        gates: `[B, N, HQ]`, those of the branches in their order.
+        outputs: `[B, N, HQ, DV]`, of the branches before.
+        total: of the same shape, to write to.
+    """
+
+    gates: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    total: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowCall(BackwardCall):
     """One backward of windows. Attributes besides those of `BackwardCall`:
@@ -42,13 +57,14 @@ class WindowCall(BackwardCall):
 
 def window_forward(
     q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float,
-    out: tuple[Tensor, Tensor] | None = None, **options: int,
+    out: tuple[Tensor, Tensor] | None = None, gated: Gated | None = None, **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention to the last `window_size` keys.
 
     Args:
         q, k, v, rows, window_size, scale: as in `sliding_window.forward`.
         out: contiguous tensors to write to; None makes new ones.
+        gated: the sum that this is the last part of; None for windows alone.
         options: `BQ`, `BT`, `BE`, `num_warps`, `num_stages`, in place of what `window_options`
             chooses.
 
@@ -66,11 +82,12 @@ def window_forward(
     q, k, v = (x.contiguous() for x in (q, k, v))
     boxes = flat_boxes(k, v, BT=options["BT"]) if can_use_descriptors(q, k, v) else (None, None)
     tiles = tile_sizes(G, D, DV)
+    of_sum = (None,) * 6 if gated is None else (*gated.gates, *gated.outputs, gated.total)
     num_tiles = cdiv(N * G, options["BQ"])
     forward.attend_kernel[(B * num_tiles * H,)](
-        q, k, v, *boxes, rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, N, H,
-        num_tiles, min(window_size, M), G=G, D=D, DV=DV, DT=tiles["DT"], DVT=tiles["DVT"],
-        **options,
+        q, k, v, *boxes, rows.first_key, rows.num_visible, o, lse, *of_sum, scale,
+        scale * LOG2_E, N, H, num_tiles, min(window_size, M), G=G, D=D, DV=DV, DT=tiles["DT"],
+        DVT=tiles["DVT"], **options,
     )  # fmt: skip
     return o, lse
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
 from selection import Call, Problem
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from nsa_tutorial.bench.variants import triton_backward_variants
 from nsa_tutorial.kernels.tables import chunks as backward_tables
 from nsa_tutorial.kernels.triton import launch_options
 from nsa_tutorial.kernels.triton.launch_options import SHARED_MEMORY, dkv_options, tile_sizes
+from nsa_tutorial.kernels.triton.selected import backward_ahead
 from nsa_tutorial.kernels.triton.selected import backward_launch as triton_backward_launch
 from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
 from nsa_tutorial.sparse import inverse_list
@@ -99,6 +101,94 @@ def test_rows_behind_the_edge(monkeypatch: pytest.MonkeyPatch, short_chunks: Non
     monkeypatch.setattr(launch_options, "MOST_EDGE", 2)
     problem = Problem(N=20, M=40, H=1, BS=16, S=2, own=True)
     assert_right(triton_backward_launch.selected_backward, problem)
+
+
+@pytest.fixture
+def named_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that names rows ahead, for small problems, and on a CPU, too."""
+    monkeypatch.setattr(backward_ahead, "OPTIONS", backward_ahead.OPTIONS | {"BT": 16, "BR": 16})
+    monkeypatch.setattr(backward_ahead, "LEAST_GROUP", 1)
+    monkeypatch.setattr(backward_ahead, "can_walk", lambda *_: True)
+    monkeypatch.setattr(backward_ahead, "dkv_kernel", Counted(backward_ahead.dkv_kernel))
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        self.launches += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(N=7, M=37, D=16, DV=32, G=2, BS=16, counts="random"),
+        Problem(N=19, M=19, D=32, DV=16, G=1, S=2, cu=(0, 3, 3, 17, 19), own=True),
+        Problem(N=5, M=37, D=16, DV=16, causal=False, BS=32),
+        Problem(B=2, N=5, M=40, D=16, DV=16, H=1, BS=128, S=2),
+    ],
+    ids=["counts", "packed", "not causal", "one long block"],
+)
+def test_rows_that_are_named_ahead(problem: Problem, short_chunks: None, named_ahead: None) -> None:
+    assert_right(triton_backward_launch.selected_backward, problem)
+    assert backward_ahead.dkv_kernel.launches == 1
+
+
+def test_rows_ahead_that_are_not_to_be_read(short_chunks: None, named_ahead: None) -> None:
+    """Queries that no loss asks for may be anything; one that is not finite spoils what it sees."""
+    problem = Problem(N=23, M=48, D=16, DV=16, G=2, S=2)
+    (d_o, d_lse, q, *rest), sizes = saved(problem)
+    d_o, d_lse, q = d_o.clone(), d_lse.clone(), q.clone()
+    d_o[:, 5], d_lse[:, 5], q[:, 5] = 0, 0, float("inf")
+    run = triton_backward_launch.selected_backward
+    found = run(d_o, d_lse, q, *rest, **sizes)[1:3]
+    q[:, 5] = 0
+    right = gradients.selected_backward(d_o, d_lse, q, *rest, **sizes)[1:3]
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+    d_o[0, 9, 0, 0] = float("nan")
+    found, right = (
+        f(d_o, d_lse, q, *rest, **sizes)[1:3] for f in (run, gradients.selected_backward)
+    )
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4, equal_nan=True)
+    assert 0 < right[0].isnan().sum() < right[0].numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "BS", "G", "D"),
+    [
+        (torch.bfloat16, 64, 16, 128), (torch.float16, 128, 16, 64), (torch.bfloat16, 192, 32, 128),
+        (torch.float16, 64, 64, 128),
+    ],
+)  # fmt: skip
+def test_on_hopper_rows_are_named_ahead(
+    dtype: torch.dtype, BS: int, G: int, D: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As close to the reference as the kernel that is taught, and the same bits in every run."""
+    problem = Problem(N=300, M=700, H=2, G=G, D=D, DV=D, BS=BS, S=5, own=True, counts="random")
+    arguments, sizes = saved(problem)
+    right = gradients.selected_backward(*arguments, **sizes)[1:3]
+    *tensors, rows = arguments
+    there = [x.cuda().to(dtype if x.is_floating_point() else x.dtype) for x in tensors]
+    there[1], there[6] = there[1].float(), there[6].float()  # gradients of lse, and lse
+    rows = rows._replace(**{
+        name: x.cuda() for name, x in rows._asdict().items() if isinstance(x, Tensor)
+    })  # fmt: skip
+    run = triton_backward_launch.selected_backward
+    kernel = Counted(backward_ahead.dkv_kernel)
+    monkeypatch.setattr(backward_ahead, "dkv_kernel", kernel)
+    ahead, again = (run(*there, rows, **sizes)[1:3] for _ in range(2))
+    assert kernel.launches == 2
+    monkeypatch.setattr(triton_backward_launch, "can_name_ahead", lambda *_: False)
+    plain = run(*there, rows, **sizes)[1:3]
+    for x, same, taught, best in zip(ahead, again, plain, right, strict=True):
+        assert torch.equal(x, same)
+        error, budget = ((y.cpu().float() - best).norm() for y in (x, taught))
+        assert error <= 1.1 * budget + 1e-6, (error, budget)
 
 
 @pytest.mark.parametrize("run", [None, 4])
