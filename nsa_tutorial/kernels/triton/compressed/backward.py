@@ -245,7 +245,8 @@ def sum_kernel(
     # -- accumulate --
     acc_dk = tl.zeros([BK, DT], tl.float32)
     acc_dv = tl.zeros([BK, DVT], tl.float32)
-    for chunk in range(first_row // chunk_rows, tl.cdiv(stop_row, chunk_rows)):
+    first_chunk, stop_chunk = first_row // chunk_rows, tl.cdiv(stop_row, chunk_rows)
+    for chunk in tl.range(first_chunk, stop_chunk, loop_unroll_factor=4):  # loads of four at once
         place = (chunk * num_tiles + tile) * H + head
         token = place.to(tl.int64) * BT + tokens
         acc_dk += tl.load(SharesK + token * DT + width)

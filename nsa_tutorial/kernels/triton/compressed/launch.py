@@ -26,7 +26,7 @@ from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-SUM_KEYS = 16  # summaries whose shares a program of the backward adds
+SUM_KEYS = 4  # summaries whose shares a program of the backward adds
 # Rows that a program looks at to find those that see its tile in part: 128 strides of 32 tokens.
 EDGE = 4096
 
