@@ -13,7 +13,7 @@ from nsa_tutorial.bench import host
 from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.problem import Problem
 
-STORED = Path(__file__).parents[2] / "assets" / "native_host_h200.json"
+STORED = Path(__file__).parents[2] / "assets" / "native_host_h100.json"
 
 
 def test_the_stored_run() -> None:

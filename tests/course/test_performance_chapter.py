@@ -999,6 +999,23 @@ def test_nothing_is_slower_than_before() -> None:
     assert len(pictures.before_table()) == 2 + len(before) // 2
 
 
+def test_what_registers_and_fewer_steps_save_is_what_was_recorded() -> None:
+    """Of all of NSA, in one session on an H100; and the clocks of a product and of its factors."""
+    before, after = (
+        {(x["tokens"], x["lists"], x["direction"]): x["ms"] for x in pictures.stored(name)["rows"]}
+        for name in ("native_before_h100.json", "native_sizes_h100.json")
+    )
+    assert len(before) == 12
+    saved = [100 * (1 - after[what] / ms) for what, ms in before.items()]
+    assert f"{min(saved):.0f} to {max(saved):.0f} % less time on an H100" in text()
+    rows, columns, width, itemsize = 64, 64, 128, 2
+    reading = (rows + columns) * width * itemsize / 128
+    # 989 TFLOP/s of 132 multiprocessors at 1.83 GHz
+    multiplying = 2 * rows * columns * width / (989e12 / 132 / 1.83e9)
+    assert reading == pytest.approx(multiplying, rel=0.01) == 256
+    assert "take 256 clocks to read" in text() and "product takes 256 clocks, too" in text()
+
+
 def test_what_is_told_of_the_host_is_what_was_recorded() -> None:
     """Launches, kernels and host of all of NSA, and where the bytes went that the sum saves."""
     told, runs = text(), pictures.host_runs()
@@ -1007,9 +1024,10 @@ def test_what_is_told_of_the_host_is_what_was_recorded() -> None:
     assert f"Of its {len(before.kernels)} launches" in told
     times = f"host takes {before.host_ms:.2f} ms and the kernels {before.device_ms:.2f}"
     assert f"{times}, so fewer launches alone would leave {before.device_ms:.2f} ms" in told
-    sums = [ms for _, ms in before.kernels[-6:]], [after.kernels[-1][1]]  # PyTorch's, and ours
-    assert after.kernels[-1][0] == "gate_kernel"
-    assert f"takes {sum(sums[1]):.2f} ms instead of {sum(sums[0]):.2f}" in told
+    (name, plain), *sums = before.kernels[-7:]
+    assert name == after.kernels[-1][0] == "attend_kernel"  # the window's
+    assert f"takes {after.kernels[-1][1]:.2f} ms, and without the sum {plain:.2f}" in told
+    assert f"PyTorch's sum takes {sum(ms for _, ms in sums):.2f}" in told
     assert f"the call falls from {before.ms:.2f} to {after.ms:.2f} ms" in told
     before, short = (runs[2048, way, "forward"] for way in pictures.WAYS)
     assert f"{sum(ms < 2e-3 for _, ms in before.kernels)} run for less than 2 µs" in told
@@ -1069,10 +1087,10 @@ def test_a_call_takes_the_longer_of_two_times() -> None:
     for (_, way, _), run in pictures.host_runs().items():
         if way != "dense":
             assert run.ms == pytest.approx(max(run.host_ms, run.device_ms), rel=0.08)
-    assert pictures.draw_host().finding.endswith("to within 8 %")
+    assert pictures.draw_host().finding.endswith("to within 7 %")
     for way in pictures.WAYS:
         run = pictures.host_runs()[2048, way, "forward"]
-        assert run.timeline[-1][1] == pytest.approx(run.ms, rel=0.08)
+        assert run.timeline[-1][1] == pytest.approx(run.ms, rel=0.11)
         assert all(done <= begin for (_, done), (begin, _) in pairwise(run.timeline))
     short, long = (pictures.host_runs()[n, "at once", "forward"] for n in (2048, 8192))
     assert short.host_ms > short.device_ms

@@ -342,7 +342,7 @@ def host_runs() -> dict[tuple[int, str, str], HostRun]:
         (row["tokens"], row["way"], row["direction"]): HostRun(
             row["ms"], row["host_ms"], [(name, us / 1e3) for name, us in row["kernels"]]
         )
-        for row in stored("native_host_h200.json")["rows"]
+        for row in stored("native_host_h100.json")["rows"]
         if row["queries"] != "random" and not row["way"].startswith("layer")
     }
 
@@ -417,7 +417,7 @@ def draw_host() -> Picture:
 
 def host_table() -> list[str]:
     """`host_runs` as lines of text."""
-    told, runs = stored("native_host_h200.json"), host_runs()
+    told, runs = stored("native_host_h100.json"), host_runs()
     lines = [f"{told['machine']}, torch {told['torch']}, Triton {told['triton']}; "
              "bf16, 64 heads over 4, smooth lists: milliseconds"]  # fmt: skip
     lines.append(f"{'':17}" + "".join(f"{way:^26}" for way in WAYS) + "dense, cuDNN")
