@@ -175,3 +175,7 @@ def test_what_operators_md_tells_of_a_gpu_is_what_was_recorded() -> None:
     cells.append(" | ".join(f"{x:.1f}" for x in tokens[0]))
     cells[-1] += " | " + " + ".join(f"{x:.0f}" for x in tokens[1])
     assert [cell for cell in cells if f"| {cell} |" not in told] == []
+    for name in ("sizes", "before"):
+        sizes = {"file": f"native_{name}_h100.json", "kernel": "triton"}
+        both = [sum(ms(**sizes, lists=lists)) for lists in ("random", "smooth")]
+        assert " / ".join(f"{x:.1f}" for x in both) in told
