@@ -17,6 +17,8 @@ from nsa_tutorial.course.speech import Message
 
 # of exercises in stages: how many held at the last check, by chapter and name
 _held: dict[tuple[str, str], int] = {}
+# and for which stage a hint was given last
+_hinted: dict[tuple[str, str], int] = {}
 _STARS = {1: "★☆☆ apply", 2: "★★☆ think", 3: "★★★ stretch"}
 
 
@@ -87,7 +89,8 @@ def check(chapter: str, *functions: Callable, **solutions: Callable) -> Report:
 def hint(chapter: str, name: str) -> Message:
     """Each call shows the earlier hints and one more; after the last hint, how to see the solution.
 
-    An exercise in stages has a hint for each: the one for the first stage that does not hold.
+    An exercise in stages has a hint for each: the one for the first stage that does not hold, and
+    how to see the solution where this hint is asked for again.
     """
     found = _find(chapter, name)
     hints = found.hints
@@ -98,7 +101,9 @@ def hint(chapter: str, name: str) -> Message:
             return Message("right", "✓", name, "all stages hold.", (solved,))
         reader.note_hint(chapter, name, len(hints))
         lead = f"a hint for the stage “{found.stages[stage].name}”."
-        return Message("open", "○", name, lead, (hints[stage], solved))
+        again = _hinted.get((chapter, name)) == stage
+        _hinted[chapter, name] = stage
+        return Message("open", "○", name, lead, (hints[stage], *[solved] * again))
     if not hints:
         return Message("open", "○", name, "there are no hints yet.", (solved,))
     taken = reader.note_hint(chapter, name, len(hints))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from nsa_tutorial.course import check, exercise, exercises, hint, reader, show, solution
+from nsa_tutorial.course import check, checking, exercise, exercises, hint, reader, show, solution
 from nsa_tutorial.course.attempts import MEANINGS
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.judging import Verdict, judge
@@ -482,6 +482,19 @@ def test_hints_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said[3] == said[4]
     assert f'solution("{chapter}", "{name}")' in said[3]
     assert "Third?" in said[3]
+
+
+def test_a_stage_gets_its_hint_before_the_solution_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chapter, built = next((c, e) for c, e in ALL if len(e.stages) > 1)
+    monkeypatch.setattr(checking, "_hinted", {})
+    monkeypatch.setattr(checking, "_held", {})
+    told = f'solution("{chapter}", "{built.name}")'
+    assert [told in repr(hint(chapter, built.name)) for _ in range(3)] == [False, True, True]
+    checking._held[chapter, built.name] = 1  # one stage holds now
+    said = repr(hint(chapter, built.name))
+    assert built.stages[1].name in said and told not in said
 
 
 def test_without_hints_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
