@@ -4,12 +4,14 @@ launch stops the kernel with a sentence before the load or store happens.
 On a CPU, Triton's interpreter reads and writes wherever a pointer points. A pointer that misses by
 far ends the whole Python process, a notebook's kernel with everything in it. `watch()` puts a check
 in front of every load, store and atomic operation of this process. What lies in the same memory as
-a tensor, as the room around it does (`room`), is not outside.
+a tensor, as the room around it does (`room`), is not outside. A load from that room may change no
+result, as where its numbers get the weight 0; `noting_strays()` keeps the first one in mind.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import math
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from nsa_tutorial.course.room import is_in_room
 
 # how the functions of Triton's begin that take a pointer first, by what they do
 _MEMORY = {"load": "load", "store": "store", "change": "atomic_"}
@@ -36,13 +40,15 @@ class WildPointer(IndexError):
 
 @dataclass(frozen=True)
 class _Tensor:
-    """An argument of a launch: where it begins, and the memory that it is a part of."""
+    """An argument of a launch: where it begins, and the memory that it is a part of; `stop` is
+    where it ends, of a tensor that has room around it, else None."""
 
     name: str
     start: int
     shape: tuple[int, ...]
     first: int
     end: int
+    stop: int | None
 
 
 class _Launch(threading.local):
@@ -51,6 +57,7 @@ class _Launch(threading.local):
     kernel: Callable | None = None
     tensors: tuple[_Tensor, ...] = ()
     memory: tuple[tuple[int, int], ...] = ()
+    strays: list[str] | None = None
 
 
 _launch = _Launch()
@@ -65,8 +72,9 @@ def _tensors(name: str, argument: object) -> Iterator[_Tensor]:
     x = getattr(argument, "base", argument)
     if isinstance(x, torch.Tensor):
         memory = x.untyped_storage()
-        first = memory.data_ptr()
-        yield _Tensor(name, x.data_ptr(), tuple(x.shape), first, first + memory.nbytes())
+        first, start = memory.data_ptr(), x.data_ptr()
+        stop = start + x.numel() * x.element_size() if is_in_room(x) else None
+        yield _Tensor(name, start, tuple(x.shape), first, first + memory.nbytes(), stop)
 
 
 def _begin(kernel: Callable, arguments: dict[str, object]) -> None:
@@ -80,19 +88,51 @@ def _end() -> None:
 
 
 def _look(what: str, program: tuple[int, ...], pointers: object, mask: object = None) -> None:
-    """Raise where an address that the mask lets through lies outside."""
+    """Raise where an address that the mask lets through lies outside; keep in mind a load from the
+    room around a tensor."""
+    if _launch.kernel is None:
+        return
     at = pointers.data
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    if _launch.kernel is None or _is_inside(at, size):
+    is_noted = what == "load" and _launch.strays == []
+    if _is_inside(at, size) and not is_noted:
         return
     at = at if mask is None else at[np.broadcast_to(np.asarray(mask.data, bool), at.shape)]
-    if at.size == 0 or _is_inside(at, size):
+    if at.size == 0:
         return
-    inside = np.zeros(at.shape, bool)
-    for first, end in _launch.memory:
-        inside |= (at >= first) & (at <= end - size)
-    if not inside.all():
-        raise WildPointer(_told(what, program, int(at[~inside][0]), size))
+    if not _is_inside(at, size):
+        inside = np.zeros(at.shape, bool)
+        for first, end in _launch.memory:
+            inside |= (at >= first) & (at <= end - size)
+        if not inside.all():
+            told = _told("would " + what, program, int(at[~inside][0]), size)
+            raise WildPointer(
+                f"{told}The kernel was stopped before that. Is the offset right, and the mask?"
+            )
+    if is_noted:
+        _note(program, at, size)
+
+
+def _note(program: tuple[int, ...], at: np.ndarray, size: int) -> None:
+    """Keep in mind that a load asks for the room around a tensor, if it does."""
+    for x in _launch.tensors:
+        if x.stop is not None:
+            beside = (at >= x.first) & (at < x.end) & ((at < x.start) | (at >= x.stop))
+            if beside.any():
+                told = _told("loads", program, int(at[beside][0]), size, x)
+                _launch.strays.append(told)
+                return
+
+
+@contextlib.contextmanager
+def noting_strays() -> Iterator[list[str]]:
+    """The list of what is told of the first load in the block, by this thread's kernels, from the
+    room around a tensor: empty if there is none."""
+    before, _launch.strays = _launch.strays, []
+    try:
+        yield _launch.strays
+    finally:
+        _launch.strays = before
 
 
 def _is_inside(at: np.ndarray, size: int) -> bool:
@@ -104,12 +144,17 @@ def _is_inside(at: np.ndarray, size: int) -> bool:
 # -- what is said --
 
 
-def _told(what: str, program: tuple[int, ...], address: int, size: int) -> str:
+def _told(
+    what: str, program: tuple[int, ...], address: int, size: int, tensor: _Tensor | None = None
+) -> str:
     """The program, the element and the tensor, as far as they are known, and the line."""
     tree, line = _statement(_launch.kernel)
-    names = _pointers_in(tree, line, what) if line is not None else set()
-    meant = [x for x in _launch.tensors if x.name in names]
-    told = f"Program {program} of `{_launch.kernel.__name__}` would {what} "
+    if tensor is None and line is not None:
+        names = _pointers_in(tree, line, what.removeprefix("would "))
+        meant = [x for x in _launch.tensors if x.name in names]
+    else:
+        meant = [] if tensor is None else [tensor]
+    told = f"Program {program} of `{_launch.kernel.__name__}` {what} "
     if len(meant) == 1:
         (x,) = meant
         told += (
@@ -120,7 +165,7 @@ def _told(what: str, program: tuple[int, ...], address: int, size: int) -> str:
         shapes = ", ".join(f"`{x.name}` {list(x.shape)}" for x in _launch.tensors)
         told += f"an element that none of its tensors has ({shapes})"
     where = f" in this line:\n    {ast.unparse(line)}\n" if line is not None else ". "
-    return f"{told}{where}The kernel was stopped before that. Is the offset right, and the mask?"
+    return told + where
 
 
 def _statement(kernel: Callable) -> tuple[ast.AST | None, ast.stmt | None]:

@@ -15,6 +15,7 @@ from types import CodeType, TracebackType
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course.addresses import WildPointer
 from nsa_tutorial.course.diffs import Edited
 from nsa_tutorial.course.exercises import Case, Exercise
 from nsa_tutorial.course.forbidden import forbidding
@@ -266,7 +267,9 @@ class Raised:
     def gist(self) -> tuple[str, str]:
         """What two errors with the same cause share: their kind. For kinds that can mean anything,
         the message counts too, without numbers and names; for TypeErrors, only if they are about a
-        call."""
+        call, and of a wild pointer, whether it loads."""
+        if self.kind == WildPointer.__name__:
+            return self.kind, "load" if " would load " in self.message else "store"
         is_a_call = re.search(f"{_WRONG_CALL}|{_NO_TENSOR}", self.message)
         stands_for_anything = self.kind in ("ValueError", "RuntimeError")
         says_more = is_a_call if self.kind == "TypeError" else stands_for_anything
@@ -366,7 +369,8 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
 
 def _line(function: Callable, error: BaseException) -> tuple[str, str]:
     """The innermost line of the reader's file, cell or function, that was running."""
-    files = {code.co_filename for code in _codes(function)}
+    own = [*_codes(function)]
+    files = {code.co_filename for code in own}
     found = ("", "")
     chain = [error]
     while chain[-1].__cause__ is not None:
@@ -379,7 +383,8 @@ def _line(function: Callable, error: BaseException) -> tuple[str, str]:
             relative = number if is_cell else number - code.co_firstlineno + 1
             text = linecache.getline(code.co_filename, number).strip()
             if text:
-                found = f"line {relative} of your {'cell' if is_cell else 'function'}", text
+                place = "your function" if code in own else f"`{code.co_name}`"
+                found = f"line {relative} of {'your cell' if is_cell else place}", text
     return found
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from nsa_tutorial.course.addresses import noting_strays
 from nsa_tutorial.course.attempts import Raised, answer, call, is_empty
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.figures import Picture
@@ -24,6 +25,10 @@ from nsa_tutorial.course.values import aligned, differences, is_short, same, sho
 
 _TONES = {"not attempted": "open", "right": "right", "misconception": "wrong", "wrong": "wrong"}
 _BY_HAND = 8  # decimals in a tensor that a reader may look through
+_BESIDE = (
+    "Here, that changes no result. On a GPU, it is somebody else's memory, or none at all, and "
+    "then the launch fails. A mask keeps such loads away."
+)
 _SIGNS = {"open": "○", "right": "✓", "wrong": "✗"}
 
 
@@ -114,7 +119,8 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     missing = tuple(filter(None, [" ".join(f"Not run: {why}" for why in exercise.missing)]))
     if not cases:
         return Verdict(exercise.name, "not attempted", "it cannot be judged here.", missing)
-    cases, got, held = _run(exercise, attempt)
+    with noting_strays() as strays:
+        cases, got, held = _run(exercise, attempt)
     if all(isinstance(g, Raised) and g.is_not_attempted for g in got):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
     for result, case in zip(got, cases, strict=True):
@@ -127,7 +133,8 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
         count = f"all {len(got)} cases" if len(got) > 1 else "the one case"
         lead = _standing(exercise, held) if exercise.stages else f"Right, on {count}."
         stages = _stages(exercise, held)
-        return Verdict(exercise.name, "right", lead, (*stages, *missing), held=held)
+        beside = tuple(f"One thing more. {told}{_BESIDE}" for told in strays)
+        return Verdict(exercise.name, "right", lead, (*stages, *beside, *missing), held=held)
     found = recognise(Evidence(exercise, cases, got, expected, failing))
     case, answers = cases[found.shown], (got[found.shown], expected[found.shown])
     where = "Smallest failing case" if found.shown == failing[0] else "Smallest such case"

@@ -23,6 +23,13 @@ def roomy(x: Tensor, around: float) -> Tensor:
     return copy.copy_(x)
 
 
+def is_in_room(x: Tensor) -> bool:
+    """Whether room as `roomy` makes it lies around `x`, or around a tensor of the same memory."""
+    memory, size = x.untyped_storage(), x.element_size()
+    is_behind = x.data_ptr() - memory.data_ptr() == ROOM * size
+    return is_behind and memory.nbytes() == (2 * ROOM + x.numel()) * size
+
+
 @contextlib.contextmanager
 def unset_is_nan() -> Iterator[None]:
     """`torch.empty` and the like hold NaN in the block: a result of which a kernel stores only a

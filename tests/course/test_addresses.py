@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from nsa_tutorial.course import addresses
-from nsa_tutorial.course.addresses import WildPointer
+from nsa_tutorial.course.addresses import WildPointer, noting_strays
 from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.runtime import environment
 
 needs_the_interpreter = pytest.mark.skipif(
@@ -27,6 +28,7 @@ import torch
 from nsa_tutorial.course.attempts import call
 from nsa_tutorial.course.exercises import two_tile_languages
 from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.room import roomy
 
 @triton.jit
 def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
@@ -111,6 +113,31 @@ def test_what_is_masked_or_in_the_same_memory_may_be_anywhere() -> None:
     assert y.tolist() == [7, 7, 7, 7]
     with pytest.raises(WildPointer, match=r"element 2,147,483,648 of `x`, which has 2 "):
         copy[(1,)](memory[4:6], y, FAR // 512, 2)
+
+
+def test_the_first_load_from_the_room_around_a_tensor_is_kept_in_mind() -> None:
+    """If no mask hides it; a store there is another matter, which results show."""
+
+    @triton.jit
+    def copy(x, y, n, m):
+        at = tl.arange(0, 8)
+        tl.store(y + at, tl.load(x + at, mask=at < n, other=7.0), mask=at < m)
+
+    x, y = roomy(torch.arange(4.0), 9.0), roomy(torch.zeros(4), -77.0)
+    with noting_strays() as strays:
+        copy[(1,)](x, y, 4, 8)
+        copy[(1,)](x, torch.zeros(8), 4, 8)
+    assert strays == []
+    with noting_strays() as strays:
+        copy[(1,)](x, y, 5, 4)
+        copy[(1,)](x, y, 8, 4)
+    (told,) = strays
+    assert told.startswith(
+        "Program (0, 0, 0) of `copy` loads element 4 of `x`, which has 4 (shape [4]) in this line:"
+    )
+    assert y.tolist() == [0, 1, 2, 3]
+    copy[(1,)](x, y, 8, 4)  # nobody asks
+    assert len(strays) == 1
 
 
 def test_a_pointer_of_two_tensors_names_all_of_them() -> None:

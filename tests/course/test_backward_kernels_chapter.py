@@ -269,6 +269,30 @@ def test_what_a_gpu_would_not_do_is_refused(piece: str, instead: str, told: str)
     assert told in verdict.text
 
 
+@needs_triton
+def test_loads_past_the_last_key_are_told_though_no_result_shows_them() -> None:
+    e = KNOWN["triton_selected_backward"]
+    e = replace(e, stages=e.stages[4:5])
+    bare = ("K + key_row * D + width, mask=is_key", "K + key_row * D + width, mask=key < M + 1")
+    verdict = judge(e, edited(bare))
+    assert verdict.outcome == "right"
+    assert "One thing more. Program (2, 0, 0) of `walk_inverse_list` loads element 640 of `K`" in (
+        verdict.text
+    )
+    assert "One thing more" not in judge(e, solutions.triton_selected_backward).text
+
+
+@needs_triton
+def test_a_store_past_the_last_key_is_not_taken_for_a_load() -> None:
+    """Which some known mistakes raise."""
+    e = KNOWN["triton_selected_backward"]
+    bare = ("scale * acc_dk, mask=is_key)", "scale * acc_dk)")
+    verdict = judge(replace(e, stages=e.stages[4:5]), edited(bare))
+    assert (verdict.outcome, verdict.misconceptions) == ("wrong", ())
+    assert "In line 44 of `walk_inverse_list`:" in verdict.text
+    assert "would store element 640 of `GradK`" in verdict.text
+
+
 # -- answers as readers write them --
 
 

@@ -321,7 +321,7 @@ def helper(x: torch.Tensor) -> torch.Tensor:
 def test_the_readers_own_line_comes_before_the_error() -> None:
     """The innermost one: in the reader's helper, not where torch raised."""
     text = failing(two_lines, X).text
-    assert "In line 2 of your function:\nreturn x + Y\nit raised RuntimeError: The size" in text
+    assert "In line 2 of `helper`:\nreturn x + Y\nit raised RuntimeError: The size" in text
 
 
 @pytest.mark.exhaustive

@@ -162,11 +162,9 @@ def draw_kinds(tokens: int = 4096, slots: int = 16, neighbours: int = 64) -> Pic
         if i == 0:
             rows = range(0, neighbours, neighbours // 4)
             sheet.beside(place, {(r + 0.5) / neighbours: f"{first + r:,}" for r in rows}, "query")
-        together.append(f"{drawing.overlap(ids[None]):.1f} ({kind})")
-    told = (
-        f"{tokens:,} tokens, {first // BLOCK + 1} visible blocks: together, four neighbours list "
-        f"{', '.join(together)} times as many blocks as one of them does"
-    )
+        together.append(f"{drawing.overlap(ids[None]):.1f}")
+    *first_kinds, last_kind = together
+    told = f"Four neighbours list {', '.join(first_kinds)} or {last_kind} times the blocks of one"
     return Picture(sheet.figure, told)
 
 
