@@ -108,8 +108,8 @@ def build_kernel(
             for slot in T.Pipelined(num_blocks if is_window else S, num_stages=num_stages):
                 # -- guard --
                 # An empty slot is the block before the first or behind the last: nothing is read
-                # there, and no product below overflows. (Clamped in a second line, every address
-                # would hold the clamp.)
+                # there, and no product below overflows. (In one expression: TileLang would repeat a
+                # clamp that has a line of its own in each address.)
                 block_id = (
                     slot if is_window else T.clamp(BlockIndices[row, head, slot], -1, num_blocks)
                 )
