@@ -13,7 +13,7 @@ from nsa_tutorial.bench.problem import Problem
 from nsa_tutorial.sparse.compression import summary_rows
 
 # two sides of the tiles, warps, stages
-FORWARD = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2))
+FORWARD = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3))
 QUERIES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))
 SUMMARIES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3))
 

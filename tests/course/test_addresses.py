@@ -28,7 +28,6 @@ import torch
 from nsa_tutorial.course.attempts import call
 from nsa_tutorial.course.exercises import two_tile_languages
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.room import roomy
 
 @triton.jit
 def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 from pathlib import Path
 
 import judged
@@ -28,7 +28,7 @@ from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.trace import trace
 from nsa_tutorial.course.values import difference, same
 from nsa_tutorial.course.widgets import tilelang_forward as pictures
-from nsa_tutorial.runtime import environment
+from nsa_tutorial.runtime import environment, lowering
 from nsa_tutorial.sparse import selected_attention
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "10_tilelang_forward.ipynb"
@@ -219,6 +219,21 @@ def test_what_a_step_says() -> None:
 
 
 # -- what was stored about the CUDA text --
+
+
+def test_copies_follow_the_products_that_used_the_tile() -> None:
+    """In the loop of the CUDA text: the next keys after the scores, the next values after the
+    output."""
+    if environment.detect().tilelang is None:
+        pytest.skip("TileLang is not installed")
+    from nsa_tutorial.kernels.tilelang.selected.forward import build_kernel
+
+    text = lowering.cuda(build_kernel(4, 16, 128, 128, 64, "float16"))
+    loop = text[text.index("for (int slot") :]
+    found = [x for x, _ in groupby(re.findall(r"mma_sync|cp_async_gs|exp2f", loop))]
+    turn = ["mma_sync", "cp_async_gs", "exp2f", "mma_sync", "cp_async_gs"]
+    assert found[: len(turn)] == turn
+    assert "There is room for one block." in prose()
 
 
 def test_facts_of_the_cuda_text() -> None:

@@ -157,6 +157,16 @@ def test_rows_ahead_that_are_not_to_be_read(short_chunks: None, named_ahead: Non
     assert 0 < right[0].isnan().sum() < right[0].numel()
 
 
+def test_with_too_little_shared_memory_rows_are_named_as_ever(
+    monkeypatch: pytest.MonkeyPatch, named_ahead: None
+) -> None:
+    """A GPU that cannot launch the kernel gets the one that is taught, whose tiles shrink."""
+    problem = Problem(N=7, M=37, D=16, DV=16)
+    monkeypatch.setattr(ListsCall, "memory", {"itemsize": 4, "shared_memory": 4096})
+    assert_right(triton_backward_launch.selected_backward, problem)
+    assert backward_ahead.dkv_kernel.launches == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "BS", "G", "D"),
