@@ -216,4 +216,4 @@ def test_how_many_launches_on_a_gpu() -> None:
                 torch.autograd.grad(o, inputs, d_o)
             torch.cuda.synchronize()
         counts.append(sum(e.device_type == DeviceType.CUDA for e in trace.events()))
-    assert counts[0] <= 14 and counts[1] <= 35, counts
+    assert counts[0] <= 13 and counts[1] <= 34, counts  # 12 and 33 with torch 2.11
