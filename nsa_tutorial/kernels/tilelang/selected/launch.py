@@ -22,6 +22,9 @@ WINDOW_BLOCK = 64  # tokens of a window that are taken at a time
 # A kernel holds the keys and the values of one block on chip, at most this many bytes, and as many
 # tokens as a GPU has room for (`block_tokens`); a longer block is walked in equal parts.
 LARGEST_KERNEL_TILE = 64 * 1024
+# A block of 64 tokens takes one warp, a longer one two (`launch_options.LAUNCH_TABLE`), so parts of
+# this size are the faster ones, up to this width.
+PART_TOKENS, PART_WIDTH = 64, 128
 
 
 def selected_forward(
@@ -33,6 +36,8 @@ def selected_forward(
     CPU tensors through C. `out` is where `o` and `lse` go."""
     token_bytes = (k.shape[-1] + v.shape[-1]) * q.element_size()
     room = 1 if gathers(block_size) else _room(q, v)
+    if block_size % PART_TOKENS == 0 and max(k.shape[-1], v.shape[-1]) <= PART_WIDTH:
+        room = min(room, PART_TOKENS)
     ids, part_size = split_long_blocks(ids, block_size, token_bytes, room)
     if slot_scale is not None:  # the parts of a block share its factor
         slot_scale = slot_scale.repeat_interleave(block_size // part_size, dim=-1)
