@@ -43,8 +43,8 @@ class Outputs(NamedTuple):
         ids: the lists `[B, N, H, S]`.
         summaries: keys and values of the compression.
         of_rows, of_tokens: those of `rows.Located`; of packed sequences, no `of_tokens`.
-        is_bad: `[1]` int32, whether a key or a value of the selection is not finite; where its
-            lists are not walked in tiles of queries, nobody reads it.
+        is_bad: `[1]` int32, what `unions.find_bad` finds in the selection; where its lists
+            are not walked in tiles of queries, nobody reads it.
     """
 
     o: Tensor

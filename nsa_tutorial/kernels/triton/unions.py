@@ -23,7 +23,10 @@ ANY_LENGTH = 1.0  # of a union, as a share of its lists' entries
 MOST_QUERIES = tl.constexpr(16)  # of a tile: one bit each
 IN_PART = tl.constexpr(2**16)  # the bit behind these: some query sees the block in part
 NO_BLOCK = tl.constexpr(2**62)  # behind all keys
-SCANNED = 8192  # numbers that a program looks at for one that is not finite
+SCANNED = 8192  # numbers that a program looks at for one that is too large
+# A tile masks rows by their weights, not each score: the score of a block that a row does not list
+# may be anything but infinite or NaN.
+TOO_LARGE = tl.constexpr(2.0**64)
 ENTRIES = 128  # that a warp sorts
 MOST_WARPS = 32  # of a program, on every GPU
 
@@ -49,14 +52,14 @@ class Unions(NamedTuple):
 
 @triton.jit
 def is_any_bad(X, place, num_numbers):
-    """1 if one of the numbers of `X` at `place` is not finite, else 0."""
+    """1 if one of the numbers of `X` at `place` is `TOO_LARGE` or NaN, else 0."""
     x = tl.load(X + place, mask=place < num_numbers, other=0.0).to(tl.float32)
-    return tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), axis=0)
+    return tl.max((~(tl.abs(x) < TOO_LARGE)).to(tl.int32), axis=0)
 
 
 @triton.jit
 def find_bad_kernel(K, V, IsBad, num_keys, num_values, BLOCK: tl.constexpr):
-    """Sets `IsBad [1]` to 1 if a number of `K` or of `V` is not finite."""
+    """Sets `IsBad [1]` to 1 if a number of `K` or of `V` is too large or NaN."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if is_any_bad(K, place, num_keys) + is_any_bad(V, place, num_values) > 0:
         tl.store(IsBad, 1)
@@ -83,8 +86,8 @@ def union_kernel(
 
     The entries of a tile's lists are sorted by block, and two scans join those of the same block.
     A tile is rejected if its union is longer than `most` times the entries of its lists, if a list
-    names a block twice, or if a key or a value is not finite. `SP` is `S` rounded up to a power of
-    two.
+    names a block twice, or if a key or a value is too large or NaN. `SP` is `S` rounded up to a
+    power of two.
     """
     # -- locate the program --
     tile = tl.program_id(0).to(tl.int64)
@@ -131,7 +134,7 @@ def union_kernel(
     tl.store(ListedBy + union + place, flags % IN_PART, mask=is_first)
     num_entries = tl.sum(is_visible.to(tl.int32), axis=0)
     is_wanted = count <= most * num_entries
-    # a bit cannot count a block twice, and 0 times what is not finite is not 0
+    # a bit cannot count a block twice, and 0 times infinity is not 0
     is_wanted &= (tl.max(is_twice.to(tl.int32), axis=0) == 0) & (tl.load(IsBad) == 0)
     tl.store(Count + tile * H + head, tl.where(is_wanted, count, -1))
     tl.store(NumWhole + tile * H + head, num_whole)
@@ -143,7 +146,8 @@ def num_warps(T: int, S: int) -> int:
 
 
 def find_bad(k: Tensor, v: Tensor) -> Tensor:
-    """`[1]` int32: 1 if a number of the contiguous keys or values is not finite, else 0."""
+    """`[1]` int32: 1 if a number of the contiguous keys or values is not finite, or `TOO_LARGE`,
+    else 0."""
     is_bad = torch.zeros(1, dtype=torch.int32, device=k.device)
     numbers = (k.numel(), v.numel())
     find_bad_kernel[(cdiv(max(numbers), SCANNED),)](k, v, is_bad, *numbers, BLOCK=SCANNED)
@@ -157,7 +161,8 @@ def unions(
     """The unions of the lists of every `T` neighbours.
 
     Args:
-        k, v: contiguous keys and values; one number that is not finite rejects every tile.
+        k, v: contiguous keys and values; one number that is not finite, or too large, rejects
+            every tile.
         ids, rows: as in `selected_attention.forward`.
         T: queries of a tile, a power of two of at most 16, of which `num_warps` is at most
             `MOST_WARPS`.

@@ -23,7 +23,7 @@ from torch import Tensor
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.triton.descriptors import token_boxes
 from nsa_tutorial.kernels.triton.launch_options import query_tile_options, tile_sizes
-from nsa_tutorial.kernels.triton.online_softmax import online_softmax
+from nsa_tutorial.kernels.triton.online_softmax import online_softmax_of_rows
 from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, MOST_WARPS, Unions, num_warps, unions
 from nsa_tutorial.runtime.rounding import next_power_of_2
 from nsa_tutorial.runtime.shared_memory import shared_memory
@@ -89,16 +89,14 @@ def walk_union(
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [TR, BT]
 
         # -- mask --
-        is_seen = (is_listed > 0)[:, None]
         if MASK:
             tokens = tl.arange(0, BT)
-            in_block = part_start + tokens < BS
-            is_seen = is_seen & in_block & (key + tokens < row_end[:, None])  # [TR, BT]
-        acc_s = tl.where(is_seen, acc_s, float("-inf"))
+            is_seen = (part_start + tokens < BS) & (key + tokens < row_end[:, None])  # [TR, BT]
+            acc_s = tl.where(is_seen, acc_s, float("-inf"))
 
         # -- online softmax --
-        acc_s, scores_max, running_sum, acc_o = online_softmax(
-            acc_s, scores_max, running_sum, acc_o, scale_log2
+        acc_s, scores_max, running_sum, acc_o = online_softmax_of_rows(
+            acc_s, is_listed > 0, scores_max, running_sum, acc_o, scale_log2
         )
 
         # -- load the values --

@@ -25,7 +25,7 @@ LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
 @triton.jit
 def walk_union(
-    acc_dq, q_tile, do_tile, lse, delta, needs_grad, t, row_end, starts, listed_by, first, last,
+    acc_dq, q_tile, do_tile, lse, delta, t, row_end, starts, listed_by, first, last,
     K, V, KDescriptor, VDescriptor, head, scale_log2, H, num_keys,
     D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, MASK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
@@ -36,12 +36,7 @@ def walk_union(
         # -- guard --
         part_start = step % PARTS * BT
         key = tl.load(starts + step // PARTS) + part_start
-        is_listed = (tl.load(listed_by + step // PARTS) >> t) & needs_grad  # [TR]
-        is_seen = (is_listed > 0)[:, None]
-        if MASK:
-            tokens = tl.arange(0, BT)
-            in_block = part_start + tokens < BS
-            is_seen = is_seen & in_block & (key + tokens < row_end[:, None])  # [TR, BT]
+        is_listed = (tl.load(listed_by + step // PARTS) >> t) & 1  # [TR]
 
         # -- load the keys and the values --
         k_tile = load_tile(K, KDescriptor, key, head, H, num_keys, D, DT, BT)  # [BT, DT]
@@ -49,11 +44,16 @@ def walk_union(
 
         # -- weights --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [TR, BT]
-        p = tl.exp2(acc_s * scale_log2 - lse[:, None])
+        # who does not list the block gives it weights of exp2(-inf), which is 0
+        p = tl.exp2(acc_s * scale_log2 - tl.where(is_listed > 0, lse, float("inf"))[:, None])
+        if MASK:
+            tokens = tl.arange(0, BT)
+            is_seen = (part_start + tokens < BS) & (key + tokens < row_end[:, None])  # [TR, BT]
+            p = tl.where(is_seen, p, 0.0)
 
         # -- gradient of the scores --
         d_p = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [TR, BT]
-        d_s = tl.where(is_seen, p * (d_p - delta[:, None]), 0.0)
+        d_s = p * (d_p - delta[:, None])
 
         # -- accumulate --
         acc_dq = tl.dot(d_s.to(k_tile.dtype), k_tile, acc_dq, input_precision="ieee")
@@ -90,24 +90,25 @@ def dq_kernel(
     lse = tl.load(LSE + group_row, mask=in_rows, other=0.0) * LOG2_E  # in base two
     delta = tl.load(Delta + group_row, mask=in_rows, other=0.0)
     code = tl.load(LSE2 + group_row, mask=in_rows, other=float("inf"))
-    needs_grad = (code != float("inf")).to(tl.int32)  # [TR]
+    needs_grad = code != float("inf")  # [TR]
 
     # -- initialise --
     acc_dq = tl.zeros([T * GP, DT], tl.float32)
 
     PARTS: tl.constexpr = (BS + BT - 1) // BT
     acc_dq = walk_union(
-        acc_dq, q_tile, do_tile, lse, delta, needs_grad, t, row_end, starts, listed_by,
+        acc_dq, q_tile, do_tile, lse, delta, t, row_end, starts, listed_by,
         0, num_whole * PARTS, K, V, KDescriptor, VDescriptor, head, scale_log2, H, num_keys,
         D, DV, BS, False, DT, DVT, BT,
     )  # fmt: skip
     acc_dq = walk_union(
-        acc_dq, q_tile, do_tile, lse, delta, needs_grad, t, row_end, starts, listed_by,
+        acc_dq, q_tile, do_tile, lse, delta, t, row_end, starts, listed_by,
         num_whole * PARTS, count * PARTS, K, V, KDescriptor, VDescriptor, head, scale_log2, H,
         num_keys, D, DV, BS, True, DT, DVT, BT,
     )  # fmt: skip
 
     # -- store --
+    acc_dq = tl.where(needs_grad[:, None], acc_dq, 0.0)  # not NaN where no loss asks
     tl.store(GradQ + q_offset, (acc_dq * scale).to(GradQ.dtype.element_ty), mask=q_mask)
 
 

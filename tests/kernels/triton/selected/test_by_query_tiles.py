@@ -77,7 +77,8 @@ def test_a_union_is_what_sets_give(problem: Problem, T: int, backend: str, devic
 
 @places
 def test_what_is_left_to_one_query_in_a_program(backend: str, device: str) -> None:
-    """A union that shares too little, a block listed twice, a number that is not finite."""
+    """A union that shares too little, a block listed twice, a number that is not finite or so large
+    that a score may be infinite."""
     skip_unless_runs(backend, device)
     from nsa_tutorial.kernels.triton.unions import unions
 
@@ -92,8 +93,33 @@ def test_what_is_left_to_one_query_in_a_program(backend: str, device: str) -> No
 
     assert counts() == [2, 4, -1]
     assert counts(most=0.5) == [2, -1, -1]
-    k[0, 63, 0, 3] = torch.nan
-    assert counts() == [-1, -1, -1]
+    for bad in (torch.nan, -torch.inf, 2.0**64):
+        k[0, 63, 0, 3] = bad
+        assert counts() == [-1, -1, -1]
+
+
+@places
+@pytest.mark.parametrize("size", [2.0**63, 2.0**127], ids=["in a tile", "too large for one"])
+def test_what_a_neighbour_lists_is_nobody_else_s(backend: str, device: str, size: float) -> None:
+    """A tile of queries has one mask for a row: a block of the largest numbers adds nothing to the
+    outputs and gradients of those who do not list it."""
+    skip_unless_runs(backend, device)
+    ids = torch.tensor([[0], [1], [0], [0]], dtype=torch.int32)[None, :, None].to(device)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, 16, generator=generator) for n, h in ((4, 2), (32, 1), (32, 1)))
+    k[:, 16:], v[:, 16:] = size, -size
+    tensors = [x.to(device).requires_grad_() for x in (q, k, v)]
+
+    def run(**where: str) -> list[torch.Tensor]:
+        options = {"block_size": 16, "causal": False, "include_own_block": False}
+        o = ops.selected_attention(*tensors, ids, **options, **where)
+        return [
+            x[:, [0, 2, 3]] for x in (o, torch.autograd.grad(o[:, [0, 2, 3]].sum(), tensors)[0])
+        ]
+
+    found, right = run(backend=backend, order="tiles"), run(backend="reference")
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 # -- lists too long for a program --
