@@ -90,7 +90,7 @@ def figure(run: dict) -> str:
 def test_the_figure_of_the_readme() -> None:
     """It is the recording's, and there is none without one."""
     (line,) = re.findall("^.*production sparse model.*$", (ROOT / "README.md").read_text(), re.M)
-    recording = ROOT / "assets" / "hugging_face_h100.json"
+    recording = ROOT / "assets" / "hugging_face_h200.json"
     if recording.exists():
         assert figure(json.loads(recording.read_text())) in line
     else:
