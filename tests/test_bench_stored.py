@@ -143,7 +143,7 @@ def test_stored_files_are_read(path: Path) -> None:
         assert asdict(row).items() >= as_stored.items()
         assert row.order == as_stored.get("order", "")
         assert row.direction
-        has_lists = row.operator in ("selected", "selection", "native")
+        has_lists = row.operator in ("selected", "selection", "native", "hugging_face")
         assert bool(row.lists) == (has_lists and not row.kernel.startswith("dense"))
 
 
