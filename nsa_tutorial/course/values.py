@@ -169,6 +169,12 @@ def differences(
         return ("Got dtype {}, expected {}.".format(*kinds),)
     if x.numel() <= _FEW_NUMBERS:
         return (_both(got, expected),)
+    if _are_lists(got) and _are_lists(expected):
+        differs = (x != y).any(-1)
+        first = [int(i) for i in differs.nonzero()[0]]
+        rows = (numbers(value)[tuple(first)].long().tolist() for value in (got, expected))
+        told = f"{int(differs.sum())} of {differs.numel()} rows differ, first at index {first}."
+        return told, Code("got      {}\nexpected {}".format(*rows))
     gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs().nan_to_num(math.inf))
     worst = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), x.shape))
     if _is_mask(got) and _is_mask(expected):
@@ -180,6 +186,13 @@ def differences(
         f"The largest difference is at index {list(worst)}.",
         Code(f"got      {x[worst]:.5g}\nexpected {y[worst]:.5g}"),
     )
+
+
+def _are_lists(value: object) -> bool:
+    """Whether these are rows of a few integers, such as lists of blocks."""
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[-1] > _FEW:
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
 
 
 def _kind(value: object) -> str:

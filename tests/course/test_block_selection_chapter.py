@@ -18,7 +18,7 @@ import torch
 from nsa_tutorial import ops
 from nsa_tutorial.course import exercises as course_exercises
 from nsa_tutorial.course import heads as stored_heads
-from nsa_tutorial.course.diffs import together
+from nsa_tutorial.course.diffs import Edited, together
 from nsa_tutorial.course.exercises import Exercise, Misconception
 from nsa_tutorial.course.exercises import block_selection as exercises
 from nsa_tutorial.course.judging import judge
@@ -140,6 +140,22 @@ def test_a_mistake_in_the_build_is_named(m: Misconception) -> None:
     verdict = judge(build(), m.wrong)
     assert verdict.misconceptions == (m.name,)
     assert verdict.held < 9
+
+
+@pytest.mark.parametrize(
+    ("piece", "by", "told"),
+    [
+        ("sort(dim=-1, descending", "sort(-1, descending", "sort() takes"),
+        ("return ids.masked_fill(ids == len(block), -1)",
+         "return ids.masked_fill(ids == len(block), -1).float()", "got ids of float32"),
+        ("has_ended = (start", "lse[lse.isinf()] = 0; has_ended = (start", "`lse` was overwritten"),
+    ],
+    ids=["arguments of sort", "floats", "an argument overwritten"],
+)  # fmt: skip
+def test_an_error_of_its_own_is_told_and_no_mistake_named(piece: str, by: str, told: str) -> None:
+    verdict = judge(build(), Edited(build().solution, {piece: by}))
+    assert verdict.outcome == "wrong"
+    assert told in verdict.text
 
 
 def half_done(stages: int) -> Callable:

@@ -400,6 +400,11 @@ def test_short_lists_are_shown_whole() -> None:
     whole = difference(torch.zeros(4, 6), torch.ones(4, 6))
     assert whole.count("0., 0., 0., 0., 0., 0.") == whole.count("1., 1., 1., 1., 1., 1.") == 4
     assert "largest difference is at index [0]" in difference(torch.zeros(25), torch.ones(25))
+    lists = torch.arange(48).view(6, 2, 4)
+    changed = lists.clone()
+    changed[3, 1, 2] = 0
+    assert "1 of 12 rows differ, first at index [3, 1]." in difference(changed, lists)
+    assert "got      [28, 29, 0, 31]\nexpected [28, 29, 30, 31]" in difference(changed, lists)
     assert (
         difference(torch.tensor([3, 4]), torch.tensor([3, 5])) == "got      [3, 4]\nexpected [3, 5]"
     )

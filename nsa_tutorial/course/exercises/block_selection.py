@@ -183,7 +183,15 @@ def _run_select(
     length: int, stride: int, num_initial: int, num_local: int, since: int,
 ) -> object:  # fmt: skip
     """The lists of the queries from `since` on: what stands before them is for later stages."""
+    given = {"q": q, "k_cmp": k_cmp, "lse": lse}
+    versions = {name: x._version for name, x in given.items()}
     ids = solution(q, k_cmp, lse, top_n, block_size, length, stride, num_initial, num_local)
+    for name, x in given.items():
+        if x._version != versions[name]:
+            raise ValueError(f"`{name}` was overwritten: it is the caller's, and may be read again")
+    if isinstance(ids, Tensor) and ids.is_floating_point():
+        dtype = str(ids.dtype).removeprefix("torch.")
+        raise ValueError(f"got ids of {dtype}, expected integers, which can stand in an index")
     is_whole = isinstance(ids, Tensor) and ids.ndim > 0 and len(ids) == len(q)
     return ids[since:] if is_whole else ids
 
@@ -249,7 +257,8 @@ def _forced_twice(
     """The `number` forced blocks, and the best of all blocks behind them. With `slots`, forced
     blocks among the best `slots` of them are dropped."""
     forced = torch.where(is_forced, 0.0, -torch.inf).expand_as(importance)
-    (a, i), (b, j) = (x.sort(-1, descending=True, stable=True) for x in (forced, importance))
+    both = (x.sort(dim=-1, descending=True, stable=True) for x in (forced, importance))
+    (a, i), (b, j) = both
     if slots:
         b = b.masked_fill(is_forced.expand_as(b).gather(-1, j), -torch.inf)
         b = b.masked_fill(torch.arange(b.shape[-1]) >= slots - number, -torch.inf)
@@ -257,7 +266,7 @@ def _forced_twice(
 
 
 _SELECT = TEXTS.exercise(
-    "select_blocks", minutes=35, difficulty=3, solution=select_blocks, run=_run_select,
+    "select_blocks", minutes=50, difficulty=3, solution=select_blocks, run=_run_select,
     tolerance=0.0, picture=draw_lists, forbidden=(("nsa_tutorial", "the course's own function"),),
     stages=(
         Stage("one summary a block", (
@@ -312,6 +321,10 @@ _SELECT = TEXTS.exercise(
                     forced=(2, 1), since=0, seed=17),
             _choice("summaries of 24: the first queries see none", 40, (24, 4, 8), 2, HQ=2,
                     forced=(0, 1), since=0, seed=18),
+            _choice("25 tokens, of which the last is in no summary", 25, (4, 4, 8), 2, HQ=2,
+                    forced=(0, 1), since=0, seed=19),
+            _choice("3 tokens: no summary at all", 3, (4, 2, 2), 3, HQ=2, forced=(0, 1), since=0,
+                    seed=20),
         )),
         Stage("the given lse", (
             _choice("head 1's `lse` counts a key that is no summary", 96, (4, 2, 8), 4, HQ=2,
@@ -451,6 +464,10 @@ _SELECT = TEXTS.exercise(
          "begin?"),
         ("-(-N // block_size)", "N // block_size", "forgetting a last block that is not full",
          "50 tokens in blocks of 4: which block holds tokens 48 and 49?"),
+        ("-(-N // block_size)", "max(-(-((M_c - 1) * stride + length) // block_size), 1)",
+         "counting the blocks that summaries reach",
+         "The last tokens of a text may be in no summary, and still they are in a block. Which "
+         "argument says how many tokens there are?"),
         # -- Eq. 11 --
         (_IS_FORCED, "(block < 0) & (own >= 0)", "forcing nothing",
          "`num_initial` and `num_local` say which blocks are on the list whatever their score. "

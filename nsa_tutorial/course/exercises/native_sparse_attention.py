@@ -458,7 +458,7 @@ _BUILD = TEXTS.exercise(
          "The window has a size of its own, and blocks have nothing to do with it. Which "
          "argument holds it?"),
         # -- summaries --
-        ("compress(values[0], length, stride)", "k_cmp", "using the summary keys as values, too",
+        (_CMP, _CMP.replace("v_cmp", "k_cmp"), "using the summary keys as values, too",
          "The scores come from keys, the output from values. How many summaries does the "
          "compressed branch need?"),
         (_APART, "summaries that do not overlap",
