@@ -45,6 +45,46 @@ OPTIONAL = ("group_mass", "running_list", "walk", "merge_lists", "pack")
 # -- solutions --
 
 
+@triton.jit
+def leaving_kernel(Ids, n):
+    for place in range(n):
+        if place > 0:
+            break
+        tl.store(Ids + place, place)
+
+
+@triton.jit
+def endless_kernel(Ids, n):
+    low = 0
+    while low < n:
+        low += 0
+    tl.store(Ids, low)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("leaving_kernel", "Triton compiles none"), ("endless_kernel", "after 1 seconds")],
+)
+def test_a_loop_that_is_left_or_comes_to_no_end(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter runs the first; nothing but a limit ends the second."""
+    e = KNOWN["triton_select_blocks"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    monkeypatch.setattr(solutions, "PATIENCE", 1)
+    kernels = {"leaving_kernel": leaving_kernel, "endless_kernel": endless_kernel}
+    source = f"""
+def triton_select_blocks(q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale):
+    ids = torch.full((1, 1, n), -1, dtype=torch.int32, device=q.device)
+    {name}[1,](ids, n)
+    return ids
+"""
+    scope = {"torch": torch, **kernels}
+    exec(source, scope)
+    assert told in judge(e, scope["triton_select_blocks"]).text
+
+
 def test_blocks_are_selected_as_the_operator_selects_them() -> None:
     """With one summary a block, on all cases of the exercise."""
     e = KNOWN["triton_select_blocks"]

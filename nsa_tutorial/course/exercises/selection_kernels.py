@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import Edited, diffs
+from nsa_tutorial.course.endless import at_most, refuse_leaving_a_loop
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
@@ -647,6 +648,13 @@ _PICK = TEXTS.exercise(
          "cutting off the first of all that reach the threshold",
          "Your cut drops the lowest ids, and a larger block may be among them. Who is sure of a "
          "place, and who shares the rest?"),
+        ("bits >= middle", "bits > middle", "counting what lies above the middle alone",
+         "A block whose bits are the middle has at least this much. Which comparison counts it?"),
+        ("low = middle", "low = middle + 1", "a lower end above the middle",
+         "At least `n` blocks reach `low`: the loop keeps this promise. Do you know it of "
+         "`middle + 1`, which you never asked about?"),
+        ("equal[: n - len(above)]", "equal[:n]", "as many equal ones as the list has places",
+         "The blocks above `low` have their places already. How many places are left?"),
         ("high = middle", "high = middle - 1", "an upper end below the middle",
          "Fewer than `n` blocks reach `high`: the loop keeps this promise. Do you know it of "
          "`middle - 1`, which you never asked about?"),
@@ -664,6 +672,7 @@ _PICK = TEXTS.exercise(
         ("bits == low", "bits >= low", "taking a block twice",
          "`bits >= low` holds for the blocks above `low` as well, and they have their places. "
          "Which comparison finds the ties alone?"),
+        ("bits > low", "bits >= low", "taking a block twice"),
         ("[-1]", "[0]", "zeros in the empty places",
          "0 is the id of the first block. Which number marks an empty place?"),
         (_endless, "ends that stop moving when they are neighbours",
@@ -797,6 +806,9 @@ def triton_select_blocks(
     return ids
 
 
+PATIENCE = 30  # seconds for a case, which takes less than one
+
+
 class OutOfBounds(Exception):
     """A kernel made the right list, and loaded or stored past the end of a tensor on the way."""
 
@@ -809,11 +821,17 @@ def _run_select(
 
     Raises:
         OutOfBounds: if the list is right, and the kernel left its tensors.
-        TypeError: if the ids are not int32.
+        StillAsking: if it comes to no end.
+        TypeError: if the ids are not int32, or a kernel is one that Triton does not compile.
     """
+    refuse_leaving_a_loop(solution)
     q, k_cmp, lse = (roomy(x, 1000.0) for x in (q, k_cmp, lse))
     given = q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale
-    with warnings.catch_warnings(), watching() as seen:
+    why = "there is no list. Thirty-one questions are enough: which of `low` and `high` moves?"
+    with (
+        warnings.catch_warnings(), watching() as seen,
+        at_most(PATIENCE, StillAsking(f"after {PATIENCE} seconds {why}")),
+    ):  # fmt: skip
         # the interpreter's, of powers of what a query does not see, and of integers that overflow
         warnings.simplefilter("ignore", RuntimeWarning)
         ids = solution(*given)
@@ -894,7 +912,7 @@ def _game(
 
 
 _SELECT = TEXTS.exercise(
-    "triton_select_blocks", minutes=35, difficulty=3, solution=triton_select_blocks,
+    "triton_select_blocks", minutes=50, difficulty=3, solution=triton_select_blocks,
     run=_run_select, launches="triton", parts=(select_kernel,),
     forbidden=(
         ("torch.topk", "PyTorch's choice"),
@@ -965,6 +983,10 @@ _SELECT = TEXTS.exercise(
          "In Triton, `2**31` does not fit int32, so `high` and `middle` become uint32. What is -1 "
          "as a number without a sign? `2**31 - 1` fits."),
         (_game("0, 2**31", visible=" & is_visible"), "-1 read as the largest number"),
+        ({key: edit.replace("score.to(tl.int32, bitcast=True)", "score.to(tl.int32)")
+          for key, edit in _game().items()}, "rounding scores to integers",
+         "`to(tl.int32)` makes 0 of 0.7, and all weights below 1 are equal then. Which argument "
+         "reads the *same bits* as an integer?"),
         (_game(middle="(low + high) // 2"), "a middle that overflows int32",
          "`low + high` can be larger than `2**31 - 1`, and is then negative. How else do you find "
          "the middle of two ends?"),
@@ -1011,12 +1033,18 @@ _SELECT = TEXTS.exercise(
         ("tl.exp(s - tl.load(LSE + q_head))", "s", "adding scores where weights are asked for",
          "A score can be negative, and a weight cannot. What makes a weight of a score and its "
          "row's LSE?"),
+        (_game() | {"tl.exp(s - tl.load(LSE + q_head))": "s"},
+         "adding scores where weights are asked for"),
+        (_game() | {"tl.exp(s - tl.load(LSE + q_head))": "s - tl.load(LSE + q_head)"},
+         "adding scores where weights are asked for"),
         ({"score += tl.exp(s - tl.load(LSE + q_head))": "score += s - tl.load(LSE + q_head)",
           "num_seen, score, 0.0)": "num_seen, tl.exp(score), 0.0)"},
          "summing the scores, then one power",
          "A sum in the exponent is a product of weights. What is summed over the heads?"),
         ("score +=", "score =", "keeping the last head alone",
          "Each turn of the loop overwrites what the heads before have given. Which operator adds?"),
+        (" * scale  #", " * scale * scale  #", "applying the scale twice",
+         "A scaled score has the factor once. In which two lines does it stand?"),
         (" * scale  #", "  #", "leaving the scale out",
          "`lse` is of scaled scores. Which scores have to be compared with it?"),
         ("(block[:, None] * H + head) * D", "block[:, None] * H * D",
@@ -1042,6 +1070,10 @@ _SELECT = TEXTS.exercise(
          "weights for summaries that the query does not see",
          "`lse` says nothing of hidden summaries, so `exp(s - lse)` gives them a weight. Where "
          "is it set to 0?"),
+        ("own, num_seen = t // BS", "own, num_seen = (t + 1) // BS",
+         "an own block that comes one token early",
+         "A block's last token lies in that block, not in the next. With blocks of 2, in which "
+         "block is position 3?"),
         ("block <= own", "block < NB", "taking blocks of the future",
          "A list holds blocks up to the query's own. Which comparison hides the later ones?"),
         ("block <= own", "block < own", "leaving the own block out",
