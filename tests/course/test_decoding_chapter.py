@@ -210,6 +210,20 @@ def test_the_minutes_are_told() -> None:
     assert f"{sum(e.minutes for e in KNOWN.values())} of them exercises" in first
 
 
+def test_what_is_told_of_a_graph_s_parts_is_what_was_recorded() -> None:
+    """Reading, the other kernels, and pauses, of one text and of 32."""
+    rows = [pictures.rows_of(kernel="triton", sequences=n, tokens=65_536)[0] for n in (1, 32)]
+    one, many = (pictures.times_of(row) for row in rows)
+    told = "\n".join(c.source for c in nbformat.read(CHAPTER, as_version=4).cells)
+    ratios = [y / x for x, y in zip(one, many, strict=True)]
+    assert [round(x) for x in ratios] == [16, 2, 1]
+    assert (
+        "reading takes 16 times as\nlong, the other kernels twice as long, and the pauses" in told
+    )
+    assert round(5 * sum(many[1:]) / sum(many)) == 1 and 2 * sum(one[1:]) > sum(one)
+    assert "take a fifth of the time, and with one text most of it" in told
+
+
 # -- pictures --
 
 

@@ -29,7 +29,7 @@ def complete_summaries(tokens: Tensor, length: int, stride: int) -> Tensor:
 
 
 _COMPLETE = TEXTS.exercise(
-    "complete_summaries", minutes=5, difficulty=1, solution=complete_summaries,
+    "complete_summaries", minutes=6, difficulty=1, solution=complete_summaries,
     misconceptions=diffs(complete_summaries, [
         ("(tokens - length) // stride + 1", "tokens // stride",
          "counting a summary once its first tokens are there",
@@ -90,11 +90,15 @@ def _parts(
 
 
 _MERGE = TEXTS.exercise(
-    "merge_parts", minutes=7, difficulty=2, solution=merge_parts, tolerance=1e-6,
+    "merge_parts", minutes=10, difficulty=2, solution=merge_parts, tolerance=1e-6,
     misconceptions=diffs(merge_parts, [
         ({"weight = torch.exp(lse - shift)": "weight = torch.ones_like(lse)"},
          "an average of the parts", "A part of 3 keys counts as much as one of 100 here. Which "
          "number says how much a part's keys weigh together?"),
+        ({"weight = torch.exp(lse - shift)": "weight = torch.ones_like(lse)",
+          " / total[:, None]": ""}, "a plain sum of the parts",
+         "Each part's output is a mean of values already, and a sum of means is too large. How "
+         "much of the whole does each part weigh?"),
         (" / total[:, None]", "", "weights that do not sum to 1",
          "The weights are relative to the largest part. By what do they have to be divided?"),
         ("torch.exp(lse - shift)", "lse", "weighing by lse itself",
@@ -105,7 +109,10 @@ _MERGE = TEXTS.exercise(
         ("torch.exp(lse - shift)", "torch.exp(lse)", "a power that overflows",
          "e to the 800 is infinite. What can be subtracted from all `lse` of a head first?"),
         ("lse.amax(0)", "lse.amax()", "one maximum for all heads",
-         "One head's scores lie 800 below another's. What is left of its weights?"),
+         "One head's scores lie 1,600 below another's. What is left of its weights?"),
+        (".clamp(min=-1e30)", ".clamp(min=0)", "a maximum that may not be negative",
+         "All scores of a head may be about -800. What is left of its weights, if 0 is taken for "
+         "their maximum?"),
         ({"torch.exp(lse - shift)": "torch.softmax(lse, 1)", " / total[:, None]": ""},
          "a softmax over the heads", "`lse` is `[P, HQ]`. Over which of the two axes do a head's "
          "weights sum to 1?"),
@@ -119,6 +126,7 @@ _MERGE = TEXTS.exercise(
         Case("a part of 2 keys, and one of 9", lambda: _parts((2, 9))),
         Case("an empty part", lambda: _parts((3, 0, 5))),
         Case("scores about 800", lambda: _parts((2, 4), shift=800.0)),
+        Case("scores about -800", lambda: _parts((2, 4), shift=-800.0)),
         Case("a head without keys", lambda: _parts((2, 4), empty=(1,))),
         Case("heads 1,600 apart", lambda: _apart()),
     ),
@@ -225,7 +233,7 @@ def _typing(
 
 
 _STEP = TEXTS.exercise(
-    "decode_step", minutes=25, difficulty=3, solution=decode_step, run=_type, tolerance=1e-8,
+    "decode_step", minutes=38, difficulty=3, solution=decode_step, run=_type, tolerance=1e-8,
     forbidden=(("nsa_tutorial", "the course's own function"),),
     stages=(
         Stage("first tokens", (
@@ -238,6 +246,7 @@ _STEP = TEXTS.exercise(
         )),
         Stage("a list", (
             _typing("twenty tokens, lists of 3 blocks of 4", 20, length=40, top_n=3),
+            _typing("thirty-two tokens, lists of 3 blocks of 4", 32, length=40, top_n=3),
         )),
         Stage("a summary arrives", (
             _typing("four tokens, the first summary", 4),
@@ -284,6 +293,14 @@ _STEP = TEXTS.exercise(
          "a summary at multiples of the stride",
          "With summaries of 5 tokens, one every 2, the first is complete after 5 tokens and the "
          "next after 7. What do 5 and 7 have in common?"),
+        ("seen = max(0, (t + 1 - c.length) // c.stride + 1)", "seen = t // c.stride + 1",
+         "summaries that have only begun",
+         "A summary is complete with its last token, not with its first. How many are complete "
+         "after 3 tokens, with summaries of 4?"),
+        ("seen = max(0, (t + 1 - c.length) // c.stride + 1)",
+         "seen = max(0, (t + 1 - c.length) // c.stride)",
+         "a summary that is seen one stride late",
+         "The first summary is complete after `length` tokens. How many does your line count?"),
         ("c.summaries[b, :seen]", "c.summaries[b]", "summaries that are not complete",
          "The buffer has room for more summaries than are complete. How many of its places does "
          "the length allow?"),
@@ -314,6 +331,7 @@ _STEP = TEXTS.exercise(
         ("c.window[b, latest]", "c.window[b]", "a window as long as its ring",
          "The ring is longer than the window, and at first it has empty places. Which places hold "
          "the latest `window_size` tokens?"),
+        ("c.window[b, latest]", "c.window[b, : t + 1]", "a window as long as its ring"),
         ("torch.arange(max(0, t + 1 - c.window_size), t + 1) % c.window.shape[1]",
          "torch.arange(min(t + 1, c.window_size))", "the first places of the ring, not the latest "
          "tokens", "Token `t` lies in place `t % ring`. Where does the newest token lie once the "
@@ -373,6 +391,8 @@ _STEP = TEXTS.exercise(
         ("[0, max(own - 1, 0), own]", "[max(own - 1, 0), own]", "a list without the first block",
          "NSA always lists the two latest blocks, and one more. Which?"),
         ("[0, max(own - 1, 0), own]", "[own]", "a list without the first block"),
+        ("min(c.top_n, own + 1)", "own + 1", "all blocks in place of a list",
+         "Your lists hold every block. How many may they hold, and which are always among them?"),
         ("min(c.top_n, own + 1)", "min(c.top_n + 3, own + 1)",
          "the fixed blocks in addition to `top_n`",
          "A list has `top_n` blocks at most. Do the first and the two latest count among them?"),
@@ -384,16 +404,36 @@ _STEP = TEXTS.exercise(
          "a place that is masked, but loaded",
          "A weight of 0 times NaN is NaN. Can you index the places that you need, in place of "
          "masking the others?"),
+        ("token[token <= t]", "token[token < t]", "a list without the newest token",
+         "It lies in the own block, and is written before it attends. What keeps it out?"),
+        ("own = t // c.block_size", "own = (t + 1) // c.block_size",
+         "an own block that comes one token early",
+         "With blocks of 4, tokens 0 to 3 are in block 0. Which block is that of token 3?"),
+        ("score = block_scores(p.sum(0), own + 1, c)", "score = p.new_zeros(own + 1)",
+         "a list that no score decides",
+         "Of the blocks that are not fixed, the best are listed. Which of the functions that you "
+         "are given says how good each block is?"),
         ("token[token <= t]", "token", "tokens that are not written yet",
          "The own block ends after the newest token. Which of its tokens exist?"),
         ("p.sum(0)", "p[0]", "a list by the first head alone",
          "All heads of a group share a list. Whose weights decide on it?"),
+        ({"    c.lengths += 1\n": "", "        o[b] = (gates": "        c.lengths += 1\n"
+          "        o[b] = (gates"}, "counting the newest token once for each row",
+         "`c.lengths += 1` adds to all rows at once. How often does your loop say it?"),
         ("    c.lengths += 1\n", "", "never counting the newest token",
          "After the call, the cache holds one token more. Where is that noted?"),
         ("c.tokens[b, t] = kv[b, 1]", "c.tokens[b, t] = kv[b, 0]",
          "one branch's keys in another's buffer",
          "`kv` holds compression, selection, window, in this order. Which one do the lists read?"),
         ("= kv[b, 2]", "= kv[b, 1]", "one branch's keys in another's buffer"),
+        ({"c.tokens[b, t] = kv[b, 1]": "c.tokens[b, t] = kv[b, 2]", "= kv[b, 2]": "= kv[b, 1]"},
+         "one branch's keys in another's buffer"),
+        ("[o_cmp, o_slc, o_swa]", "[o_slc, o_cmp, o_swa]", "a gate on another branch's output",
+         "Axis 1 of `gates` is in the order of `kv`: compression, selection, window. In which "
+         "order are your outputs?"),
+        ("[o_cmp, o_slc, o_swa]", "[o_swa, o_slc, o_cmp]", "a gate on another branch's output"),
+        ("[o_cmp, o_slc, o_swa]", "[0 * o_cmp, o_slc, o_swa]", "a sum without the summaries",
+         "Three branches are added up. Which of them is missing, now that there are summaries?"),
         ("(gates[b, :, :, None] * torch", "(torch",
          "branches without their gates",
          "The three outputs are not simply added. What multiplies each, head by head?"),

@@ -250,20 +250,30 @@ def recorded_us(kernel: str, sequences: int, tokens: int, what: str = "graph_us"
 
 def told_times() -> list[str]:
     """What the recording says of 65,536 tokens, in lines."""
-    one, many = (rows_of(kernel="triton", sequences=n, tokens=STEP_TOKENS)[0] for n in (1, 32))
-    reading = sum(many["steps"][f"{name}_kernel"] for name in ("summaries_and_window", "lists"))
-    small, s = sum(many["steps"].values()) - reading, step(STEP_TOKENS, 32)
-    between = many["graph_us"] - reading - small
+    rows = [rows_of(kernel="triton", sequences=n, tokens=STEP_TOKENS)[0] for n in (1, 32)]
+    (one, many), s = rows, step(STEP_TOKENS, 32)
+    parts = [times_of(row) for row in rows]
     calls = [row["call_us"] / 1000 for row in rows_of(kernel="triton")]
     return [
         f"1 text: NSA takes {one['call_us']:.0f} µs as a plain call, {one['graph_us']:.0f} µs as a "
         f"graph; dense attention's graph {recorded_us('dense', 1, STEP_TOKENS):.0f} µs",
-        f"32 texts, NSA's graph: {many['graph_us']:.0f} µs, of them {reading:.0f} in the kernels "
-        f"that read keys",
-        f"({s.nsa / 32 / MIB:.0f} MiB × 32 at {BYTES_PER_S[machine()] / 1e12:.2f} TB/s would be "
-        f"{s.nsa_us:.0f}), {small:.0f} in the others, {between:.0f} between kernels",
+        f"32 texts, NSA's graph: {many['graph_us']:.0f} µs",
+        "of these, µs    kernels that read keys  others  between kernels",
+        *(
+            f"{who:12} {row[0]:25.0f}  {row[1]:6.0f}  {row[2]:15.0f}"
+            for who, row in zip(("1 text", "32 texts"), parts, strict=True)
+        ),
+        f"{s.nsa / 32 / MIB:.0f} MiB at {BYTES_PER_S[machine()] / 1e12:.2f} TB/s would take "
+        f"{s.nsa_us / 32:.1f} µs, and 32 times as many {s.nsa_us:.0f}",
         f"NSA's plain calls, {len(calls)} sizes: {min(calls):.1f} to {max(calls):.1f} ms",
     ]
+
+
+def times_of(row: dict) -> tuple[float, float, float]:
+    """Microseconds of a graph's kernels that read keys, of its other ones, and between them."""
+    reading = sum(row["steps"][f"{name}_kernel"] for name in ("summaries_and_window", "lists"))
+    others = sum(row["steps"].values()) - reading
+    return reading, others, row["graph_us"] - reading - others
 
 
 def draw_recorded() -> Picture:
