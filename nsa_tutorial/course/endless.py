@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from nsa_tutorial.course.launches import NotLaunched
+
 
 @contextlib.contextmanager
 def at_most(seconds: int, error: Exception) -> Iterator[None]:
@@ -36,23 +38,32 @@ def at_most(seconds: int, error: Exception) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def refuse_leaving_a_loop(function: Callable) -> None:
-    """Look through the kernels that a function names.
+def refuse_leaving_a_loop(kernel: Callable, tree: ast.AST) -> None:
+    """Look through the syntax tree of a kernel.
 
     Raises:
-        TypeError: if one has a `break` or a `continue`.
+        NotLaunched: if it has a `break` or a `continue`.
     """
-    code = inspect.unwrap(function).__code__
-    known = inspect.unwrap(function).__globals__
-    for name in code.co_names:
-        kernel = getattr(known.get(name), "fn", None)
-        if not inspect.isfunction(kernel):
-            continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Break | ast.Continue):
-                word = type(node).__name__.lower()
-                raise TypeError(
-                    f"`{name}` has a `{word}`. The interpreter runs it, but Triton compiles none: "
-                    "let the loop's condition say when it is over"
-                )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Break | ast.Continue):
+            word = type(node).__name__.lower()
+            raise NotLaunched(
+                f"`{kernel.__name__}` has a `{word}`. The interpreter runs it, but Triton's "
+                "compiler for the GPU refuses it. A mask can hide a whole step, and a loop's "
+                "condition can end it."
+            )
+
+
+def kernels_named_in(function: Callable) -> Iterator[Callable]:
+    """The Triton kernels that a function names, as Python wrote them."""
+    function = inspect.unwrap(function)
+    named = map(function.__globals__.get, function.__code__.co_names)
+    yield from filter(inspect.isfunction, (getattr(x, "fn", None) for x in named))
+
+
+def tree_of(kernel: Callable) -> ast.AST | None:
+    """The syntax tree of a kernel; None of one without a source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(kernel)))
+    except (OSError, SyntaxError):
+        return None

@@ -148,7 +148,7 @@ def test_a_mistake_in_the_build_is_named(m: Misconception) -> None:
         ("sort(dim=-1, descending", "sort(-1, descending", "sort() takes"),
         ("return ids.masked_fill(ids == len(block), -1)",
          "return ids.masked_fill(ids == len(block), -1).float()", "got ids of float32"),
-        ("has_ended = (start", "lse[lse.isinf()] = 0; has_ended = (start", "`lse` was overwritten"),
+        ("has_ended = (start", "lse[lse.isinf()] = 0; has_ended = (start", "argument 3 is"),
     ],
     ids=["arguments of sort", "floats", "an argument overwritten"],
 )  # fmt: skip

@@ -63,7 +63,7 @@ def endless_kernel(Ids, n):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("leaving_kernel", "Triton compiles none"), ("endless_kernel", "after 1 seconds")],
+    [("leaving_kernel", "has a `break`"), ("endless_kernel", "after 1 seconds")],
 )
 def test_a_loop_that_is_left_or_comes_to_no_end(
     name: str, told: str, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,6 @@ one place, and the gradient of a choice."""
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from nsa_tutorial.course.attempts import expect_unchanged
 from nsa_tutorial.course.diffs import diffs
+from nsa_tutorial.course.endless import refuse_leaving_a_loop, tree_of
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.launches import NotLaunched, counting
@@ -360,17 +359,11 @@ def _gradients_of(solution: Callable, given: tuple) -> object:
 
 def _expect_compiled_alike(kernel: Callable) -> None:
     """Refuse what a CPU interprets and a GPU's compiler refuses, or computes with fewer bits."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
-    except (OSError, SyntaxError):  # a kernel without a source
+    tree = tree_of(kernel)
+    if tree is None:
         return
+    refuse_leaving_a_loop(kernel, tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Continue | ast.Break):
-            word = type(node).__name__.lower()
-            raise NotLaunched(
-                f"`{kernel.__name__}` has a `{word}`. The interpreter runs it, but Triton's "
-                "compiler for the GPU refuses it. A mask can hide a whole block."
-            )
         if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot"):
             continue
         options = {option.arg: ast.unparse(option.value) for option in node.keywords}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
+from nsa_tutorial.course.attempts import expect_unchanged
 from nsa_tutorial.course.diffs import diffs
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
@@ -183,12 +184,10 @@ def _run_select(
     length: int, stride: int, num_initial: int, num_local: int, since: int,
 ) -> object:  # fmt: skip
     """The lists of the queries from `since` on: what stands before them is for later stages."""
-    given = {"q": q, "k_cmp": k_cmp, "lse": lse}
-    versions = {name: x._version for name, x in given.items()}
-    ids = solution(q, k_cmp, lse, top_n, block_size, length, stride, num_initial, num_local)
-    for name, x in given.items():
-        if x._version != versions[name]:
-            raise ValueError(f"`{name}` was overwritten: it is the caller's, and may be read again")
+    tensors = q, k_cmp, lse
+    as_given = [x.clone() for x in tensors]
+    ids = solution(*tensors, top_n, block_size, length, stride, num_initial, num_local)
+    expect_unchanged(tensors, as_given)
     if isinstance(ids, Tensor) and ids.is_floating_point():
         dtype = str(ids.dtype).removeprefix("torch.")
         raise ValueError(f"got ids of {dtype}, expected integers, which can stand in an index")

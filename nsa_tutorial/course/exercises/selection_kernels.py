@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import Edited, diffs
-from nsa_tutorial.course.endless import at_most, refuse_leaving_a_loop
+from nsa_tutorial.course.endless import (
+    at_most,
+    kernels_named_in,
+    refuse_leaving_a_loop,
+    tree_of,
+)
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
@@ -822,9 +827,12 @@ def _run_select(
     Raises:
         OutOfBounds: if the list is right, and the kernel left its tensors.
         StillAsking: if it comes to no end.
-        TypeError: if the ids are not int32, or a kernel is one that Triton does not compile.
+        NotLaunched: if a kernel leaves a loop, which a GPU's compiler refuses.
+        TypeError: if the ids are not int32.
     """
-    refuse_leaving_a_loop(solution)
+    for kernel in kernels_named_in(solution):
+        if (tree := tree_of(kernel)) is not None:
+            refuse_leaving_a_loop(kernel, tree)
     q, k_cmp, lse = (roomy(x, 1000.0) for x in (q, k_cmp, lse))
     given = q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale
     why = "there is no list. Thirty-one questions are enough: which of `low` and `high` moves?"
