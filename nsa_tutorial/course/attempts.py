@@ -145,6 +145,10 @@ MEANINGS = (
     (r"^NameError: name 'inf'", "Here infinity is called `torch.inf`."),
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
     (r"^AttributeError.* Did you mean", ""),
+    (
+        r"'(builtin_function_or_method|InterpreterBuilder)' object has no attribute '(scalar|grid)",
+        "Is a kernel called like a function here? A launch names its grid: `kernel[grid](…)`.",
+    ),
     (r"language.* has no attribute 'mean'", "Triton has no `mean`. It has `tl.sum`."),
     (r"^AttributeError: (module|'Tensor')", "It has nothing of that name. Is it spelled right?"),
     (r"tuple of ints, ?but got float", "Sizes are whole, and `/` makes a float: take `//`."),

@@ -61,23 +61,33 @@ def endless_kernel(Ids, n):
     tl.store(Ids, low)
 
 
+@triton.jit
+def listing_kernel(Ids, n):
+    tl.store(Ids + tl.arange(0, 2), tl.arange(0, 2), mask=tl.arange(0, 2) < n)
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("leaving_kernel", "has a `break`"), ("endless_kernel", "after 1 seconds")],
+    [
+        ("leaving_kernel[1,]", "has a `break`"),
+        ("endless_kernel[1,]", "after 1 seconds"),
+        ("listing_kernel", "A launch names its grid"),
+    ],
 )
-def test_a_loop_that_is_left_or_comes_to_no_end(
+def test_a_loop_that_is_left_or_has_no_end_and_a_launch_without_a_grid(
     name: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter runs the first; nothing but a limit ends the second."""
+    """The interpreter runs the first, nothing but a limit ends the second, and the third is
+    Python to it."""
     e = KNOWN["triton_select_blocks"]
     if e.missing:
         pytest.skip(e.missing[0])
     monkeypatch.setattr(solutions, "PATIENCE", 1)
-    kernels = {"leaving_kernel": leaving_kernel, "endless_kernel": endless_kernel}
+    kernels = {x.__name__: x for x in (leaving_kernel, endless_kernel, listing_kernel)}
     source = f"""
 def triton_select_blocks(q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale):
     ids = torch.full((1, 1, n), -1, dtype=torch.int32, device=q.device)
-    {name}[1,](ids, n)
+    {name}(ids, n)
     return ids
 """
     scope = {"torch": torch, **kernels}
