@@ -3,6 +3,7 @@ its pictures compute; and the rhyme that is typed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,6 +204,23 @@ def test_merging_two_by_two_is_right_too() -> None:
         return whole
 
     assert judge(KNOWN["merge_parts"], attempt).outcome == "right"
+
+
+@pytest.mark.parametrize(
+    ("attempt", "told"),
+    [
+        (lambda tokens, length, stride: torch.tensor(
+            [max(0, (n - length) // stride + 1) for n in tokens.tolist()]), "`tolist` reads"),
+        (lambda tokens, length, stride: torch.stack(
+            [max(0 * n, (n - length) // stride + 1) for n in tokens]), "`bool` reads"),
+        (lambda tokens, length, stride: ((tokens - length) / stride + 1).floor().clamp(min=0),
+         "expected integers"),
+    ],
+    ids=["a list", "a condition", "fractions"],
+)  # fmt: skip
+def test_row_lengths_are_not_read_in_python(attempt: Callable, told: str) -> None:
+    verdict = judge(KNOWN["complete_summaries"], attempt)
+    assert verdict.outcome == "wrong" and told in verdict.text
 
 
 def test_the_minutes_are_told() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course.attempts import expect_unchanged
 from nsa_tutorial.course.diffs import diffs
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.small_cache import SmallCache, attend, block_scores, new_cache
@@ -28,8 +29,45 @@ def complete_summaries(tokens: Tensor, length: int, stride: int) -> Tensor:
     return ((tokens - length) // stride + 1).clamp(min=0)
 
 
+class AskedForNumbers(Exception):
+    """A number of a tensor was read in Python, for which a GPU makes the host wait."""
+
+
+class _Unread(Tensor):
+    """A tensor whose numbers are not read in Python."""
+
+    READERS = frozenset(
+        {"tolist", "item", "numpy", "__bool__", "__float__", "__index__", "__int__"}
+    )
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: tuple, args=(), kwargs=None) -> object:
+        if func.__name__ in cls.READERS:
+            raise AskedForNumbers(
+                f"`{func.__name__.strip('_')}` reads numbers in Python, and a GPU makes the host "
+                "wait for them. An expression on the whole tensor needs no loop and no `if`."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _count(solution: Callable, tokens: Tensor, length: int, stride: int) -> object:
+    """What it makes of row lengths that nobody reads.
+
+    Raises:
+        ValueError: if the numbers of summaries are no integers.
+    """
+    given = tokens.clone()
+    found = solution(tokens.as_subclass(_Unread), length, stride)
+    expect_unchanged([tokens], [given])
+    if not isinstance(found, Tensor):
+        return found
+    if found.is_floating_point():
+        raise ValueError("got fractions, expected integers: `//` divides whole numbers")
+    return found.as_subclass(Tensor)
+
+
 _COMPLETE = TEXTS.exercise(
-    "complete_summaries", minutes=6, difficulty=1, solution=complete_summaries,
+    "complete_summaries", minutes=6, difficulty=1, solution=complete_summaries, run=_count,
     misconceptions=diffs(complete_summaries, [
         ("(tokens - length) // stride + 1", "tokens // stride",
          "counting a summary once its first tokens are there",
