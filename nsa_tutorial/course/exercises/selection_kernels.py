@@ -978,7 +978,8 @@ _SELECT = TEXTS.exercise(
     misconceptions=diffs(triton_select_blocks, [
         ("num_better < n)", "block < n)", "no scores yet",
          "Your list is 0, 1, 2 and so on, whatever the keys say. Which tile of `K` and which row "
-         "of `Q` make the scores?"),
+         "of `Q` make the scores? (If yours has scores: `to(tl.int32)` alone rounds them, and a "
+         "weight below 1 becomes 0. `bitcast=True` reads the same bits.)"),
         ("place = tl.cumsum(is_taken.to(tl.int32)) - 1",
          "place = tl.cumsum(is_taken.to(tl.int32))", "a slot that counts its own block",
          "`tl.cumsum` counts a block itself, too. How many taken blocks stand *before* the first "
@@ -992,9 +993,7 @@ _SELECT = TEXTS.exercise(
          "as a number without a sign? `2**31 - 1` fits."),
         (_game("0, 2**31", visible=" & is_visible"), "-1 read as the largest number"),
         ({key: edit.replace("score.to(tl.int32, bitcast=True)", "score.to(tl.int32)")
-          for key, edit in _game().items()}, "rounding scores to integers",
-         "`to(tl.int32)` makes 0 of 0.7, and all weights below 1 are equal then. Which argument "
-         "reads the *same bits* as an integer?"),
+          for key, edit in _game().items()}, "no scores yet"),
         (_game(middle="(low + high) // 2"), "a middle that overflows int32",
          "`low + high` can be larger than `2**31 - 1`, and is then negative. How else do you find "
          "the middle of two ends?"),
@@ -1019,7 +1018,10 @@ _SELECT = TEXTS.exercise(
          "the higher id of equal scores",
          "Ties go to the lower id. From which end do you count the equal ones?"),
         ("is_visible & (num", "(num", "hidden blocks where too few are visible",
-         "A query with fewer visible blocks than places has empty places. What stands there?"),
+         "A query with fewer visible blocks than places has empty places. What stands there? And "
+         "which block is its own: that of position `t`, or of `t + 1`?"),
+        ("own, num_seen = t // BS", "own, num_seen = (t + 1) // BS",
+         "hidden blocks where too few are visible"),
         ("(row * H + head) * G + g", "(row * H + head) * G", "taking one head of the group",
          "The list is for all heads of the group. Which line tells head `g` from head 0?"),
         ("tl.load(LSE + q_head)", "tl.load(LSE + head * G + g)", "the LSE of query 0 for all",
@@ -1078,10 +1080,6 @@ _SELECT = TEXTS.exercise(
          "weights for summaries that the query does not see",
          "`lse` says nothing of hidden summaries, so `exp(s - lse)` gives them a weight. Where "
          "is it set to 0?"),
-        ("own, num_seen = t // BS", "own, num_seen = (t + 1) // BS",
-         "an own block that comes one token early",
-         "A block's last token lies in that block, not in the next. With blocks of 2, in which "
-         "block is position 3?"),
         ("block <= own", "block < NB", "taking blocks of the future",
          "A list holds blocks up to the query's own. Which comparison hides the later ones?"),
         ("block <= own", "block < own", "leaving the own block out",

@@ -2,7 +2,7 @@
 
 Two roundings of the same: `online_softmax` subtracts the maximum before it scales, as
 `selected.forward` does, so that scores of any size keep their differences; `online_softmax_scaled`
-scales first, which is one multiply-add for each score. `online_softmax_of_rows` is the latter, for
+scales first, which is one multiply-add for each score. `online_softmax_of_rows` is either, for
 tiles that only some rows see.
 """
 
@@ -36,14 +36,24 @@ def online_softmax_scaled(acc_s, scores_max_prev, running_sum, acc_o, scale_log2
 
 
 @triton.jit
-def online_softmax_of_rows(acc_s, sees_tile, scores_max_prev, running_sum, acc_o, scale_log2):
-    """`online_softmax_scaled`, to which a tile adds nothing where `sees_tile` `[GT]` is false: one
-    number a row in place of a mask for each score, none of which may be infinite or NaN there."""
+def online_softmax_of_rows(
+    acc_s, sees_tile, scores_max_prev, running_sum, acc_o, scale_log2, SCALED: tl.constexpr
+):
+    """`online_softmax_scaled`, or `online_softmax` without `SCALED`, to which a tile adds nothing
+    where `sees_tile` `[GT]` is false: one number a row in place of a mask for each score, none of
+    which may be infinite or NaN there."""
     scores_max = tl.where(sees_tile, tl.max(acc_s, axis=1), float("-inf"))
     scores_max = tl.maximum(scores_max_prev, scores_max)
-    shift = tl.where(scores_max == float("-inf"), 0.0, scores_max * scale_log2)
-    scores_scale = tl.exp2(scores_max_prev * scale_log2 - shift)
-    # a weight of exp2(-inf), which is 0
-    p = tl.exp2(acc_s * scale_log2 - tl.where(sees_tile, shift, float("inf"))[:, None])
+    shift = tl.where(scores_max == float("-inf"), 0.0, scores_max)
+    # where infinity is subtracted, a weight of exp2(-inf), which is 0
+    if SCALED:
+        shift *= scale_log2
+        scores_scale = tl.exp2(scores_max_prev * scale_log2 - shift)
+        shift = tl.where(sees_tile, shift, float("inf"))
+        p = tl.exp2(acc_s * scale_log2 - shift[:, None])
+    else:
+        scores_scale = tl.exp2((scores_max_prev - shift) * scale_log2)
+        shift = tl.where(sees_tile, shift, float("inf"))
+        p = tl.exp2((acc_s - shift[:, None]) * scale_log2)
     running_sum = running_sum * scores_scale + tl.sum(p, axis=1)
     return p, scores_max, running_sum, acc_o * scores_scale[:, None]

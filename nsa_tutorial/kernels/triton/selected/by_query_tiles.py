@@ -95,8 +95,9 @@ def walk_union(
             acc_s = tl.where(is_seen, acc_s, float("-inf"))
 
         # -- online softmax --
+        SCALED: tl.constexpr = q_tile.dtype.primitive_bitwidth == 16  # in fp32, as exact as can be
         acc_s, scores_max, running_sum, acc_o = online_softmax_of_rows(
-            acc_s, is_listed > 0, scores_max, running_sum, acc_o, scale_log2
+            acc_s, is_listed > 0, scores_max, running_sum, acc_o, scale_log2, SCALED
         )
 
         # -- load the values --
