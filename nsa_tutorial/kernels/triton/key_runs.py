@@ -114,8 +114,9 @@ def add_dkv(acc_dk, acc_dv, p, v_tile, q_tile, do_tile, delta, is_seen, MASK: tl
     """`acc_dk [BT, DT]` and `acc_dv [BT, DVT]` with what a step's rows add to them, whose weights
     are `p [BT, BR]`. With `MASK`, `is_seen [BT, BR]` says which rows see which keys; else it is not
     read."""
-    # before the values' gradient, which nothing here waits for: on an H200, the kernels that call
-    # this take 5 to 9 % less time than with `d_p` behind it
+    # Before the values' gradient, which nothing here waits for. H200, Triton 3.6, bf16, 64 heads
+    # over 4, D 128, 8,192 random queries, by the profiler, in microseconds, with `d_p` behind it
+    # and so: lists 1,253 and 1,190, windows 732 and 671, summaries 380 and 345.
     d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
 
     # -- gradient of the values --

@@ -19,8 +19,9 @@ from nsa_tutorial.kernels.triton.selected.forward_tma import scan_list
 def add_tile(acc_dq, q_tile, do_tile, k_tile, v_tile, lse, delta, scale_log2):
     """`acc_dq` with what one tile of keys and values adds to it.
 
-    The values come first, and are done with before the keys, which two products need: on an H200,
-    5 to 8 % less time than with the keys first.
+    The values come first, and are done with before the keys, which two products need. H200, Triton
+    3.6, bf16, 64 heads over 4, D 128, 8,192 random queries, by the profiler: 1,018 microseconds,
+    and 1,112 with the keys first.
     """
     d_p = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [GT, BT]
     acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
